@@ -1,0 +1,1 @@
+"""One module per block type that can be written; `quant.block` has their facts and finds them by name."""
