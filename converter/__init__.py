@@ -1,0 +1,62 @@
+"""Hugging Face checkpoints with MTP heads to GGUF: checkpoint -> plan -> transform -> quantize -> write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from converter.report import ConversionReport
+
+__all__ = ["convert"]
+
+
+def convert(  # noqa: PLR0913
+    model: str | Path,
+    out: str | Path,
+    *,
+    types: Sequence[str] = (),
+    mtp_type: str | None = None,
+    mtp: str = "bundled",
+    tensor_types: Sequence[str] = (),
+    pre_tokenizer: str | None = None,
+    name: str | None = None,
+    workers: int | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ConversionReport:
+    """Convert a model folder to one GGUF file per type, reading each source tensor once.
+
+    model: folder with config.json, tokenizer.json and safetensors shards. out: file name, with {type} for several
+    types, or a folder. types: mixes such as "Q4_K_M"; empty for the one in the file name, else Q4_K_M. mtp_type: the
+    head's mix, "match" for the trunk's; None for Q8_0 or the trunk's if that keeps more bits. mtp: "bundled",
+    "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last match wins. progress: called with
+    (bytes done, bytes in all, tensor). Raises converter.errors.ToolError; nothing has a final name then.
+    """
+    import time
+
+    from converter.execute import run_threads, total_bytes
+    from converter.model import read_model
+    from converter.plan import Options, Packaging, make_plan
+    from converter.report import ConversionReport
+    from converter.writer import write_plan
+
+    options = Options(tuple(types), mtp_type, Packaging(mtp), tuple(tensor_types), pre_tokenizer, name)
+    started = time.monotonic()
+    source = read_model(Path(model), with_head=options.packaging is not Packaging.NONE)
+    try:
+        plan = make_plan(source, Path(out), options)
+        if dry_run:
+            return ConversionReport(plan, dry_run=True, notes=plan.notes)
+        size = total_bytes(plan)
+
+        def report(done: int, tensor: str) -> None:
+            if progress is not None:
+                progress(done, size, tensor)
+
+        seen = write_plan(plan, force=force, run=lambda sinks: run_threads(plan, source.checkpoint, sinks, workers, report))
+        return ConversionReport(plan, False, time.monotonic() - started, size, plan.notes + seen)
+    finally:
+        source.close()

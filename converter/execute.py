@@ -1,0 +1,215 @@
+"""The pump: for every chunk of rows read, transform, quantize to all requested types, write at the planned place.
+
+Nothing is decided here. A chunk is whole rows of one tensor; it is read once, taken through in strips that stay in the
+cache, and every output's bytes are written where the plan says. Chunks are independent, so any executor may run them
+in any order and the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from converter.checkpoint import Checkpoint, TensorInfo
+from converter.errors import CheckpointError
+from converter.plan import Plan, PlannedTensor
+from converter.rules import Rule
+from converter.transforms import Transform, apply_values, matrix_shape, source_rows
+from converter.writer import ChunkSink
+from quant import QuantizationError, quantize
+
+CHUNK_VALUES = 8 * 2**20  # 16 MB of BF16
+STRIP_VALUES = 2**18  # 1 MB of float32: stays in a core's cache while several types are made of it
+_DTYPES = {"BF16": np.dtype(np.uint16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A source tensor on its way to all files that take it: (index of the file, tensor there)."""
+
+    rule: Rule
+    sources: tuple[TensorInfo, ...]
+    targets: tuple[tuple[int, PlannedTensor], ...]
+
+    @property
+    def rows(self) -> int:
+        return matrix_shape(self.rule.target_shape)[0]
+
+    @property
+    def row_length(self) -> int:
+        return matrix_shape(self.rule.target_shape)[1]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows first ... stop - 1 of a job's result."""
+
+    job: Job
+    first: int
+    stop: int
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.stop - self.first) * self.job.row_length * self.job.sources[0].itemsize
+
+
+@dataclass
+class Done:
+    """What a chunk tells when it is written. experts: those of which it saw a value other than zero."""
+
+    chunk: Chunk
+    experts: set[int] = field(default_factory=set)
+
+
+def jobs(plan: Plan) -> list[Job]:
+    """Every source tensor once, with all places it goes to, in the order of the files."""
+    targets: dict[str, list[tuple[int, PlannedTensor]]] = defaultdict(list)
+    for i, file in enumerate(plan.files):
+        for tensor in file.tensors:
+            targets[tensor.entry.name].append((i, tensor))
+    return [Job(t[0][1].rule, t[0][1].sources, tuple(t)) for t in targets.values()]
+
+
+def chunks(plan: Plan) -> Iterator[Chunk]:
+    """The work of a plan, cut into pieces of bounded size."""
+    for job in jobs(plan):
+        step = max(1, CHUNK_VALUES // job.row_length)
+        for first in range(0, job.rows, step):
+            yield Chunk(job, first, min(first + step, job.rows))
+
+
+def total_bytes(plan: Plan) -> int:
+    """Source bytes that a run reads."""
+    return sum(chunk.source_bytes for chunk in chunks(plan))
+
+
+def run_threads(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    sinks: Sequence[ChunkSink],
+    workers: int | None = None,
+    progress: Callable[[int, str], None] = lambda _done, _tensor: None,
+) -> list[str]:
+    """Execute a plan on threads: kernels, reads and writes release the GIL. Returns notes on what was seen.
+
+    At most two chunks per worker are in memory. The first error stops the run and is raised.
+    progress: called with (source bytes read so far, tensor).
+    """
+    workers = workers or os.cpu_count() or 1
+    seen: dict[str, set[int]] = defaultdict(set)
+    pending: set[Future[Done]] = set()
+    work = chunks(plan)
+    read = 0
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            while True:
+                while len(pending) < 2 * workers and (chunk := next(work, None)):
+                    pending.add(pool.submit(run_chunk, chunk, checkpoint, sinks))
+                if not pending:
+                    break
+                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    done = future.result()
+                    seen[done.chunk.job.rule.target] |= done.experts
+                    read += done.chunk.source_bytes
+                    progress(read, done.chunk.job.rule.target)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return _dead_experts(plan, seen)
+
+
+def run_chunk(chunk: Chunk, checkpoint: Checkpoint, sinks: Sequence[ChunkSink]) -> Done:
+    """One chunk from source to all files."""
+    job = chunk.job
+    rows = np.arange(chunk.first, chunk.stop)
+    raw = _read(job, rows, checkpoint)
+    outputs = [np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for _, t in job.targets]
+    strip = max(1, STRIP_VALUES // job.row_length)
+    for begin in range(0, len(rows), strip):
+        piece = raw[begin : begin + strip]
+        _quantize_strip(job, rows[begin : begin + strip], piece, [out[begin : begin + strip] for out in outputs])
+    for (file, tensor), out in zip(job.targets, outputs, strict=True):
+        sinks[file].write(tensor.entry.offset + chunk.first * out.shape[1], memoryview(out).cast("B"))
+    return Done(chunk, _live_experts(job, rows, raw))
+
+
+def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
+    """The source rows of these result rows, in result order and stored dtype: [rows, row length]."""
+    raw = np.empty((len(rows), job.row_length), _DTYPES[job.sources[0].dtype])
+    row_bytes = raw.strides[0]
+    for source, first, begin, stop in _runs(job, rows):
+        checkpoint.read(source, first * row_bytes, raw[begin:stop])
+    return raw
+
+
+def _runs(job: Job, rows: np.ndarray) -> Iterator[tuple[TensorInfo, int, int, int]]:
+    """Runs of rows that lie one after the other in one source: (source, first row there, begin, stop in `rows`)."""
+    which, inside = _origin(job, rows)
+    breaks = np.flatnonzero((np.diff(inside) != 1) | (np.diff(which) != 0)) + 1
+    edges = [0, *breaks.tolist(), len(rows)]
+    for begin, stop in zip(edges[:-1], edges[1:], strict=True):
+        yield job.sources[int(which[begin])], int(inside[begin]), begin, stop
+
+
+def _origin(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every result row the index of its source tensor and the row in it."""
+    which, inside = np.divmod(rows, job.rows // len(job.sources))
+    return which, source_rows(inside, job.rule.shape, job.rule.transforms)
+
+
+def _quantize_strip(job: Job, rows: np.ndarray, raw: np.ndarray, outputs: Sequence[np.ndarray]) -> None:
+    """Quantize one strip for every target; `rows` are the result rows it holds."""
+    steps = job.rule.transforms
+    try:
+        x = raw if not changes_values(steps) else apply_values(_as_float32(raw), steps)
+        for (_, tensor), out in zip(job.targets, outputs, strict=True):
+            quantize(x, tensor.type.name, out)
+    except QuantizationError as error:
+        row, column = divmod(error.index, job.row_length)
+        which, inside = (int(i[0]) for i in _origin(job, rows[row : row + 1]))
+        source = job.sources[which]
+        flat = inside * job.row_length + column
+        raise CheckpointError(
+            f"a weight holds a value that cannot be stored: {error.what}", source.file, source.name,
+            expected=f"finite values within the range of {error.type}",
+            found=f"at index {[int(i) for i in np.unravel_index(flat, source.shape)]}",
+            hint="the checkpoint is damaged, or this type is too narrow for it",
+        ) from error  # fmt: skip
+
+
+def changes_values(steps: Sequence[Transform]) -> bool:
+    """Whether rows can go to the kernels as they were read."""
+    return any(type(step).values is not Transform.values for step in steps)
+
+
+def _as_float32(raw: np.ndarray) -> np.ndarray:
+    if raw.dtype == np.uint16:
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)
+
+
+def _live_experts(job: Job, rows: np.ndarray, raw: np.ndarray) -> set[int]:
+    """Experts with a value other than zero among these rows; empty for tensors without experts."""
+    if len(job.rule.target_shape) != 3:  # noqa: PLR2004
+        return set()
+    experts = rows // job.rule.target_shape[1]
+    # The first row decides for all but a dead expert; only there is every row looked at.
+    firsts = np.flatnonzero(np.diff(experts, prepend=-1))
+    live = {int(experts[i]) for i in firsts if raw[i].any()}
+    return live | {int(e) for e in set(experts.tolist()) - live if raw[experts == e].any()}
+
+
+def _dead_experts(plan: Plan, seen: Mapping[str, set[int]]) -> list[str]:
+    notes: list[str] = []
+    for job in jobs(plan):
+        shape = job.rule.target_shape
+        if len(shape) == 3 and len(seen[job.rule.target]) < shape[0]:  # noqa: PLR2004
+            dead = sorted(set(range(shape[0])) - seen[job.rule.target])
+            notes.append(f"{job.rule.target}: all weights of expert {', '.join(map(str, dead))} are zero")
+    return notes

@@ -1,0 +1,41 @@
+"""Reading small files of a checkpoint folder with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from converter.errors import EnvironmentFailure, InputError, ToolError
+
+
+@contextmanager
+def os_errors(what: str, file: Path) -> Iterator[None]:
+    """Turn an OSError into an environment failure that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFailure(what, file, found=error.strerror or str(error)) from error
+
+
+def read_text(file: Path, error: type[ToolError] = InputError) -> str:
+    """The file as UTF-8 text."""
+    with os_errors("cannot read this file", file):
+        raw = file.read_bytes()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error("this file is not UTF-8 text", file, found=str(problem)) from problem
+
+
+def read_json_object(file: Path, error: type[ToolError] = InputError) -> dict[str, Any]:
+    """The file as a JSON object."""
+    try:
+        value = json.loads(read_text(file, error))
+    except (json.JSONDecodeError, RecursionError) as problem:
+        raise error("this file is not JSON", file, found=str(problem)) from problem
+    if not isinstance(value, dict):
+        raise error("this file is not a JSON object", file, expected="{...}", found=type(value).__name__)
+    return value
