@@ -1,0 +1,99 @@
+"""The command lines convert-mtp and inspect-mtp: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converter.console import Progress, run_command
+
+if TYPE_CHECKING:
+    from converter.heads import HeadReport
+    from converter.report import ConversionReport
+
+_EXIT_CODES = """\
+exit codes: 0 done, 2 wrong usage, 3 invalid input, 4 not supported, 5 environment (disk, permission, memory),
+130 interrupted"""
+
+
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, epilog=_EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('convert-mtp')}")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _convert_parser() -> argparse.ArgumentParser:
+    parser = _parser("convert-mtp", "Convert a Hugging Face checkpoint with an MTP head to GGUF.")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with config.json, tokenizer and *.safetensors")
+    parser.add_argument("out", metavar="OUT", type=Path, help="file to write, may hold {type}; or an existing folder")
+    parser.add_argument(
+        "--type", metavar="T[,T...]", default="",
+        help="types of the trunk: F32 F16 BF16 Q8_0 Q6_K Q5_K_M Q5_K_S Q4_K_M Q4_K_S Q4_0 "
+        "(default: the one in OUT's name, else Q4_K_M)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mtp-type", metavar="T|match", help="type of the head (default: Q8_0, or the trunk's if that keeps more bits)"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--mtp", choices=("bundled", "sidecar", "only", "none"), default="bundled",
+        help="where the head goes: into the file, into mtp-OUT beside a trunk-only file, alone into OUT, or nowhere",
+    )  # fmt: skip
+    where.add_argument("--no-mtp", dest="mtp", action="store_const", const="none", help="the same as --mtp none")
+    parser.add_argument(
+        "--tensor-type", metavar="REGEX=TYPE", action="append", default=[],
+        help="type of tensors whose GGUF name the pattern is found in; may be repeated, the last match wins "
+        "(in llama-quantize the first does)",
+    )  # fmt: skip
+    parser.add_argument("--name", help="model name in the metadata (default: from model card or folder)")
+    parser.add_argument("--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here")
+    parser.add_argument("--workers", metavar="N", type=_positive, help="threads (default: all cores)")
+    parser.add_argument("--dry-run", action="store_true", help="decide and print everything, write nothing")
+    parser.add_argument("--force", action="store_true", help="replace existing outputs")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    return parser
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def convert_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of convert-mtp."""
+    return run_command(_convert_parser(), _convert, argv)
+
+
+def _convert(args: argparse.Namespace) -> ConversionReport:
+    from converter import convert
+
+    progress = Progress(quiet=args.quiet)
+    try:
+        return convert(
+            args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
+            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, workers=args.workers,
+            dry_run=args.dry_run, force=args.force, progress=progress,
+        )  # fmt: skip
+    finally:
+        progress.close()
+
+
+def inspect_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of inspect-mtp."""
+    parser = _parser("inspect-mtp", "Say which MTP head a GGUF file or a model folder has, and how it can be run.")
+    parser.add_argument("file", metavar="FILE_OR_MODEL", type=Path, help="a .gguf file or a model folder")
+    return run_command(parser, _inspect, argv)
+
+
+def _inspect(args: argparse.Namespace) -> HeadReport:
+    from converter.heads import inspect
+
+    return inspect(args.file)

@@ -1,0 +1,86 @@
+"""What all command lines share: errors become one message and an exit code, progress goes to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from converter.errors import ToolError
+
+INTERRUPTED = 130
+_LINE_EVERY_S = 10.0
+
+
+class Report(Protocol):
+    """A result that a command prints."""
+
+    def as_text(self) -> str: ...
+
+    def as_json(self) -> dict[str, object]: ...
+
+
+def run_command(
+    parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], Report], argv: Sequence[str] | None
+) -> int:
+    """Parse, run, print. Returns the exit code: 0, an error's own (2 to 5), or 130 after Ctrl-C."""
+    args = parser.parse_args(argv)
+    try:
+        report = body(args)
+    except ToolError as error:
+        if args.json:
+            facts = {key: str(value) for key, value in error.facts()}
+            print(json.dumps({"error": error.what, "exit_code": error.exit_code, **facts}))
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; nothing was left under a final name", file=sys.stderr)
+        return INTERRUPTED
+    except MemoryError:
+        print(f"{parser.prog}: out of memory\n  hint: fewer --workers take less", file=sys.stderr)
+        return 5
+    try:
+        print(json.dumps(report.as_json(), indent=2) if args.json else report.as_text())
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; keep the interpreter from flushing again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+class Progress:
+    """Bytes done, rate and ETA on stderr: a bar on a terminal, a line every ten seconds on a pipe."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._bar = None
+        self._started = self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int, tensor: str) -> None:
+        if self.quiet:
+            return
+        if sys.stderr.isatty():
+            self._update_bar(done, total, tensor)
+        elif time.monotonic() - self._last >= _LINE_EVERY_S:
+            self._last = time.monotonic()
+            rate = done / (self._last - self._started)
+            print(
+                f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, "
+                f"{(total - done) / rate:.0f} s left, {tensor}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _update_bar(self, done: int, total: int, tensor: str) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+        self._bar.set_postfix_str(tensor, refresh=False)
+        self._bar.update(done - self._bar.n)

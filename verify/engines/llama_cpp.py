@@ -1,0 +1,142 @@
+"""llama.cpp in process, through xllamacpp, one model per child process: a broken file may kill it (spec/runtime.md).
+
+The child loads the model, answers HTTP requests to itself, writes the answers to a file and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from converter.errors import EnvironmentFailure, ToolError
+
+_TIMEOUT_S = 600
+_LOG_LINES = 15
+
+
+class EngineError(ToolError):
+    """The engine refused the file or died of it: the file is not fit for use."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to load a model. drafts: most tokens drafted per step, 0 for plain decoding. sidecar: the head's own file."""
+
+    model: str
+    sidecar: str | None = None
+    drafts: int = 0
+    context: int = 2048
+    threads: int = 2
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One greedy answer: token ids, and what the engine says of drafts (0, 0 without) and speed (tokens a second)."""
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    tokens_per_s: float
+    margins: tuple[float, ...] = ()
+
+
+def complete(
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, *, ignore_eos: bool = True, margins: bool = False
+) -> list[Completion]:
+    """Greedy answers to prompts of token ids, one after the other. margins: also ln p(best) - ln p(second) per token.
+
+    Raises EngineError where the engine refuses or dies, EnvironmentFailure where it is not installed.
+    """
+    body = {
+        "n_predict": tokens, "temperature": 0.0, "top_k": 1, "seed": 0, "cache_prompt": False, "return_tokens": True,
+        "ignore_eos": ignore_eos, "samplers": ["top_k", "temperature"], "repeat_penalty": 1.0,
+        **({"n_probs": 2, "samplers": ["temperature"]} if margins else {}),
+    }  # fmt: skip
+    answers = _ask(engine, [("/completion", body | {"prompt": list(prompt)}) for prompt in prompts])
+    return [_completion(engine, answer) for answer in answers]
+
+
+def tokenize(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts as the engine's tokenizer has them, special tokens recognised, none added."""
+    bodies = [{"content": t, "add_special": False, "parse_special": True} for t in texts]
+    return [answer["tokens"] for answer in _ask(engine, [("/tokenize", body) for body in bodies])]
+
+
+def _completion(engine: Engine, answer: dict[str, Any]) -> Completion:
+    timings = answer["timings"]
+    if engine.drafts and "draft_n" not in timings:
+        raise EngineError("the engine drafted nothing: MTP was not active", Path(engine.model))
+    margins = [_margin(entry["top_logprobs"]) for entry in answer.get("completion_probabilities", [])]
+    return Completion(
+        tuple(answer["tokens"]), timings.get("draft_n", 0), timings.get("draft_n_accepted", 0),
+        timings["predicted_per_second"], tuple(margins),
+    )  # fmt: skip
+
+
+def _margin(top: list[dict[str, Any]]) -> float:
+    return top[0]["logprob"] - top[1]["logprob"] if len(top) > 1 else float("inf")
+
+
+def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Start a child, let it answer, and say what its death means."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, answers = Path(folder, "job.json"), Path(folder, "answers.json")
+        job.write_text(json.dumps({"engine": asdict(engine), "requests": requests}))
+        command = [sys.executable, "-m", "verify.engines.llama_cpp", str(job), str(answers)]
+        try:
+            child = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise EngineError("the engine does not answer", Path(engine.model), found=f"{_TIMEOUT_S} s") from error
+        if child.returncode == 0:
+            return json.loads(answers.read_text())
+        log = child.stderr.decode(errors="replace").strip().splitlines()
+        if any("No module named 'xllamacpp'" in line for line in log):
+            raise EnvironmentFailure("llama.cpp is not installed", hint="pip install 'convert-mtp[llamacpp]'")
+        died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        raise EngineError(
+            "llama.cpp does not run this file", Path(engine.model), expected="a loaded model",
+            found="\n    ".join([died, *log[-_LOG_LINES:]]),
+        )  # fmt: skip
+
+
+def _child(job_file: str, answers_file: str) -> None:
+    import xllamacpp as x
+
+    job = json.loads(Path(job_file).read_text())
+    engine = Engine(**job["engine"])
+    params = x.CommonParams()
+    params.model.path = engine.model
+    params.n_ctx, params.n_parallel = engine.context, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = engine.threads
+    params.warmup = params.fit_params = False
+    params.cache_ram_mib = 0
+    params.verbosity = 3
+    if engine.drafts:
+        params.load_mtp = True
+        params.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
+        params.speculative.draft.n_max = engine.drafts
+        if engine.sidecar:
+            params.speculative.draft.mparams.path = engine.sidecar
+    server = x.Server(params)
+    answers = [_post(server.listening_address, path, body) for path, body in job["requests"]]
+    Path(answers_file).write_text(json.dumps(answers))
+
+
+def _post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        return json.load(answer)
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])
