@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quant.kernel import inner
-from quant.lanes import F32, float_bits, from_bits
+from quant.lanes import F32, absolute, float_bits, from_bits, select
 
 ZERO, ONE = F32(0), F32(1)
 _MAGIC = F32(12582912.0)
@@ -62,3 +62,12 @@ def put_half(out, at, value):
 def reciprocal(value):
     """1 / value, or 0 for 0."""
     return ONE / value if value != ZERO else ZERO
+
+
+@inner
+def castable(lanes):
+    """Float lanes with 0 for what no int32 holds: x86 converts that to INT_MIN, of which the reference keeps 8 bits.
+
+    It occurs where a block is so small that the inverse of its scale is infinite.
+    """
+    return select(absolute(lanes) < F32(2147483648.0), lanes, ZERO)

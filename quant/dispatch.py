@@ -28,7 +28,8 @@ def quantize(x: np.ndarray, kind: BlockType, out: np.ndarray | None = None) -> n
     bad = first_not_finite(flat)
     if bad >= 0:
         raise QuantizationError("NaN or infinity", kind.name, bad)
-    _run(flat, kind, out.reshape(-1))
+    bits = flat.view(np.int16) if flat.dtype == np.float16 else flat  # how kernels know float16
+    _run(bits, kind, out.reshape(-1))
     return out
 
 

@@ -272,27 +272,29 @@ def _pointer(context, builder, array_type, array, index, element: ir.Type, count
     return builder.bitcast(address, ir.VectorType(element, count).as_pointer())
 
 
-# What a kernel may read: float32 as it is; bfloat16 comes as its bits, uint16.
-_WIDEN = {types.float32: ir.FloatType(), types.float16: ir.HalfType(), types.uint16: ir.IntType(16)}
+# What a kernel may read: float32 as it is; bfloat16 as bits in uint16, float16 as bits in int16 (Numba has no half).
+_WIDEN = {types.float32: ir.FloatType(), types.int16: ir.HalfType(), types.uint16: ir.IntType(16)}
+
+
+def _widened(builder: ir.IRBuilder, value: ir.Value, dtype: types.Type) -> ir.Value:
+    if dtype == types.int16:
+        return builder.fpext(value, _VECTOR["float"])
+    if dtype == types.uint16:
+        wide = builder.shl(builder.zext(value, _VECTOR["int"]), ir.Constant(_VECTOR["int"], [16] * WIDTH))
+        return builder.bitcast(wide, _VECTOR["float"])
+    return value
 
 
 @intrinsic
 def load(_typing, array, index):  # noqa: ANN001, ANN201
-    """WIDTH consecutive values from array[index] on, as float lanes; float16 and bfloat16 (uint16) are widened."""
+    """WIDTH consecutive values from array[index] on, as float lanes; float16 (int16) and bfloat16 (uint16) bits are widened."""
     if not isinstance(array, types.Array) or array.dtype not in _WIDEN or not isinstance(index, types.Integer):
         return None
 
     def emit(context, builder, signature, args):  # noqa: ANN001, ANN202
         dtype = signature.args[0].dtype
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _WIDEN[dtype], WIDTH)
-        value = builder.load(pointer, align=dtype.bitwidth // 8)
-        if dtype == types.float16:
-            return builder.fpext(value, _VECTOR["float"])
-        if dtype == types.uint16:
-            wide = builder.zext(value, _VECTOR["int"])
-            wide = builder.shl(wide, ir.Constant(_VECTOR["int"], [16] * WIDTH))
-            return builder.bitcast(wide, _VECTOR["float"])
-        return value
+        return _widened(builder, builder.load(pointer, align=dtype.bitwidth // 8), dtype)
 
     return FLOAT(array, index), emit
 
@@ -316,13 +318,7 @@ def load_columns(_typing, array, index, stride):  # noqa: ANN001, ANN201
             at = builder.add(start, builder.mul(stride, ir.Constant(ir.IntType(64), lane)))
             one = builder.load(builder.gep(pointer, [at]))
             value = builder.insert_element(value, one, ir.Constant(_I32, lane))
-        if dtype == types.float16:
-            return builder.fpext(value, _VECTOR["float"])
-        if dtype == types.uint16:
-            wide = builder.zext(value, _VECTOR["int"])
-            wide = builder.shl(wide, ir.Constant(_VECTOR["int"], [16] * WIDTH))
-            return builder.bitcast(wide, _VECTOR["float"])
-        return value
+        return _widened(builder, value, dtype)
 
     return FLOAT(array, index, stride), emit
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from quant.arithmetic import INFINITY, ZERO, nearest_int, put_half
+from quant.arithmetic import INFINITY, ZERO, castable, nearest_int, put_half
 from quant.kernel import inner
 from quant.lanes import F32, WIDTH, bits, load, select, store, to_int, truncate
 
 
 @inner
 def _five_bit_quants(x, at, low, inverse, offset, top):
-    q = truncate((load(x, at) - low) * inverse + offset)
+    q = truncate(castable((load(x, at) - low) * inverse + offset))
     return select(q > top, top, q)
 
 

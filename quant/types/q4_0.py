@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quant.arithmetic import INFINITY, put_half, reciprocal
+from quant.arithmetic import INFINITY, castable, put_half, reciprocal
 from quant.extremes import signed_extreme
 from quant.kernel import inner, kernel
 from quant.lanes import F32, WIDTH, load, select, store, to_int
@@ -15,7 +15,7 @@ _OFFSET, _TOP = F32(8.5), F32(15)
 
 @inner
 def _quants(x, at, inverse):
-    q = load(x, at) * inverse + _OFFSET
+    q = castable(load(x, at) * inverse + _OFFSET)
     return to_int(select(q > _TOP, _TOP, q))
 
 

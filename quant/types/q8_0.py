@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quant.arithmetic import INFINITY, ZERO, put_half, reciprocal
+from quant.arithmetic import INFINITY, ZERO, castable, put_half, reciprocal
 from quant.extremes import largest_magnitude
 from quant.kernel import kernel
 from quant.lanes import F32, WIDTH, absolute, load, select, store, to_int, truncate
@@ -22,7 +22,7 @@ def quantize(x, out):
             bad = block
         inverse = reciprocal(scale)  # of the scale before rounding, as the reference has it
         for j in range(0, 32, WIDTH):
-            value = load(x, start + j) * inverse
+            value = castable(load(x, start + j) * inverse)
             whole = truncate(value)
             rest = value - whole
             away = select(rest >= _HALF, _ONE, ZERO) - select(rest <= -_HALF, _ONE, ZERO)

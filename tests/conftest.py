@@ -1,0 +1,42 @@
+"""Where the checkpoints are, and conversions that many tests look at, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from converter import convert
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "tiny-qwen3.5-dense"
+SHARED = ROOT.parent / "shared" / "fixtures"
+MIXES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_0")
+
+
+def shared(name: str) -> Path:
+    """A checkpoint or table of the shared fixtures; the test is skipped where they are absent."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"needs {name} of the shared fixtures, which are not beside this project")
+    return path
+
+
+def checkpoint(kind: str) -> Path:
+    """The trained checkpoint of that kind: the dense one ships with the project."""
+    return EXAMPLE if kind == "dense" else shared("tiny-qwen3.5-moe")
+
+
+@pytest.fixture(scope="session")
+def conversions(tmp_path_factory: pytest.TempPathFactory):
+    """conversions(kind, packaging) is a folder with one file per mix, named TYPE.gguf; made at first use."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(kind: str, packaging: str) -> Path:
+        if (kind, packaging) not in made:
+            folder = tmp_path_factory.mktemp(f"{kind}-{packaging}")
+            convert(checkpoint(kind), folder / "{type}.gguf", types=MIXES, mtp=packaging)
+            made[kind, packaging] = folder
+        return made[kind, packaging]
+
+    return get
