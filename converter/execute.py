@@ -19,7 +19,7 @@ from converter.checkpoint import Checkpoint, TensorInfo
 from converter.errors import CheckpointError
 from converter.plan import Plan, PlannedTensor
 from converter.rules import Rule
-from converter.transforms import Transform, apply_values, matrix_shape, source_rows
+from converter.transforms import Transform, apply_values, matrix_shape, source_column, source_rows
 from converter.writer import ChunkSink
 from quant import QuantizationError, quantize
 
@@ -174,7 +174,7 @@ def _quantize_strip(job: Job, rows: np.ndarray, raw: np.ndarray, outputs: Sequen
         row, column = divmod(error.index, job.row_length)
         which, inside = (int(i[0]) for i in _origin(job, rows[row : row + 1]))
         source = job.sources[which]
-        flat = inside * job.row_length + column
+        flat = inside * job.row_length + source_column(column, steps)
         raise CheckpointError(
             f"a weight holds a value that cannot be stored: {error.what}", source.file, source.name,
             expected=f"finite values within the range of {error.type}",

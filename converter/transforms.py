@@ -38,8 +38,12 @@ class Transform:
         """For rows after the step the rows before it; `shape` is the one before."""
         return rows
 
+    def columns(self, columns: IndexArray) -> IndexArray:
+        """For columns after the step the columns before it: where `values` moves them."""
+        return columns
+
     def values(self, x: Matrix) -> Matrix:
-        """The step on some rows, float32; may work in place."""
+        """The step on some rows, float32."""
         return x
 
     def unvalues(self, y: Matrix) -> Matrix:
@@ -111,8 +115,11 @@ class TileColumns(Transform):
     per_k: int
     dim: int
 
+    def columns(self, columns: IndexArray) -> IndexArray:
+        return _grouped_index(columns, self.k_heads, self.per_k, self.dim)
+
     def values(self, x: Matrix) -> Matrix:
-        return np.take(x, _grouped_index(np.arange(x.shape[1]), self.k_heads, self.per_k, self.dim), axis=1)
+        return np.take(x, self.columns(np.arange(x.shape[1])), axis=1)
 
     def unvalues(self, y: Matrix) -> Matrix:
         return np.take(y, _grouped_index(np.arange(y.shape[1]), self.per_k, self.k_heads, self.dim), axis=1)
@@ -155,6 +162,14 @@ def source_rows(rows: IndexArray, shape: Shape, steps: Sequence[Transform]) -> I
     for step, before in zip(reversed(steps), reversed(shapes[:-1]), strict=True):
         rows = step.rows(rows, before)
     return rows
+
+
+def source_column(column: int, steps: Sequence[Transform]) -> int:
+    """For a column of the result the column of the source tensor."""
+    at = np.array([column])
+    for step in reversed(steps):
+        at = step.columns(at)
+    return int(at[0])
 
 
 def apply_values(x: Matrix, steps: Sequence[Transform]) -> Matrix:
