@@ -108,9 +108,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises CheckpointError where a file is damaged, missing or outside the folder.
     """
-    if not folder.is_dir():
-        what = "this is a file, not a model folder" if folder.exists() else "there is no such folder"
-        raise CheckpointError(what, folder, hint="give the folder that holds config.json and *.safetensors")
+    require_folder(folder)
     with os_errors("cannot list this folder", folder):
         present = sorted(f for f in folder.iterdir() if f.name.endswith(".safetensors") and not f.name.startswith("."))
     index_file = folder / INDEX
@@ -119,6 +117,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not present:
         raise _no_weights(folder)
     return _without_index(folder, present)
+
+
+def require_folder(folder: Path) -> None:
+    """Raise CheckpointError where this is no folder."""
+    if not folder.is_dir():
+        what = "this is a file, not a model folder" if folder.exists() else "there is no such folder"
+        raise CheckpointError(what, folder, hint="give the folder that holds config.json and *.safetensors")
 
 
 def _without_index(folder: Path, files: list[Path]) -> Checkpoint:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from converter import archs
-from converter.checkpoint import Checkpoint, TensorInfo, open_checkpoint, some
+from converter.checkpoint import Checkpoint, TensorInfo, open_checkpoint, require_folder, some
 from converter.config import Config
 from converter.errors import CheckpointError, ToolError, UnsupportedError
 from converter.rules import Architecture, Role, Rule, Table
@@ -52,6 +52,7 @@ def read_model(folder: Path, *, with_head: bool = True) -> Model:
 
     with_head=False leaves MTP tensors out of account, whatever state they are in. Raises ToolError.
     """
+    require_folder(folder)
     config = Config.load(folder)
     architecture = archs.find(config)
     checkpoint = open_checkpoint(folder)

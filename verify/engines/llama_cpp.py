@@ -35,7 +35,7 @@ class Engine:
     sidecar: str | None = None
     drafts: int = 0
     context: int = 2048
-    threads: int = 2
+    threads: int = 1
 
 
 @dataclass(frozen=True)
