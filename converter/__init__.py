@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["convert"]
 
 
-def convert(  # noqa: PLR0913
+def convert(
     model: str | Path,
     out: str | Path,
     *,
@@ -56,7 +56,11 @@ def convert(  # noqa: PLR0913
             if progress is not None:
                 progress(done, size, tensor)
 
-        seen = write_plan(plan, force=force, run=lambda sinks: run_threads(plan, source.checkpoint, sinks, workers, report))
-        return ConversionReport(plan, False, time.monotonic() - started, size, plan.notes + seen)
+        seen = write_plan(
+            plan, force=force, run=lambda sinks: run_threads(plan, source.checkpoint, sinks, workers, report)
+        )
+        return ConversionReport(
+            plan, dry_run=False, seconds=time.monotonic() - started, source_bytes=size, notes=plan.notes + seen
+        )
     finally:
         source.close()

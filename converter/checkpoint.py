@@ -58,8 +58,11 @@ class Ghost:
 
 @dataclass
 class Checkpoint:
-    """All tensors of a folder. `strays` are tensors of files that the index does not know; `ghosts` index entries
-    that no file has: what becomes of both is decided by the plan, which knows what the model needs."""
+    """All tensors of a folder.
+
+    `strays` are tensors that the index does not know; `ghosts` index entries that no file has. What becomes of both is
+    decided by whoever knows what the model needs.
+    """
 
     folder: Path
     tensors: dict[str, TensorInfo]
@@ -73,7 +76,7 @@ class Checkpoint:
 
     def read(self, info: TensorInfo, begin: int, out: np.ndarray) -> None:
         """Fill `out` (contiguous) with the tensor's bytes from `begin` on. Raises CheckpointError on a short read."""
-        view = memoryview(out).cast("B")
+        view = out.data.cast("B")
         position = info.begin + begin
         assert position + len(view) <= info.end, (info.name, begin, len(view))
         with os_errors("cannot read this shard", info.file):
@@ -198,7 +201,10 @@ def _shard_path(folder: Path, index_file: Path, shard: str) -> Path:
     path = PurePosixPath(shard)
     if path.is_absolute() or ".." in path.parts or "\\" in shard or "\0" in shard or path.name != shard:
         raise CheckpointError(
-            "the index names a file outside the model folder", index_file, expected="a plain file name", found=repr(shard)
+            "the index names a file outside the model folder",
+            index_file,
+            expected="a plain file name",
+            found=repr(shard),
         )
     file = folder / shard
     _check_place(folder, file)
@@ -237,7 +243,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER:  # noqa: PLR2004
+        if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER:
             raise CheckpointError(
                 "this is not a safetensors file, or it is cut off inside its header",
                 file, expected=f"a header of {length:,} bytes", found=f"{size:,} bytes in all",
@@ -274,7 +280,7 @@ def _tensor_info(name: str, entry: Any, file: Path, data: int) -> TensorInfo:
         raise CheckpointError("unknown dtype", file, name, expected=", ".join(DTYPE_BYTES), found=repr(dtype))
     shape, offsets = tuple(entry["shape"]), entry["data_offsets"]
     needed = math.prod(shape) * DTYPE_BYTES[dtype]
-    if len(offsets) != 2 or offsets[1] - offsets[0] != needed:  # noqa: PLR2004
+    if len(offsets) != 2 or offsets[1] - offsets[0] != needed:
         raise CheckpointError(
             "the header's data range does not fit the shape", file, name,
             expected=f"{needed:,} bytes for {dtype} {list(shape)}", found=f"data_offsets {offsets}",

@@ -30,7 +30,9 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 def _convert_parser() -> argparse.ArgumentParser:
     parser = _parser("convert-mtp", "Convert a Hugging Face checkpoint with an MTP head to GGUF.")
-    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with config.json, tokenizer and *.safetensors")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="folder with config.json, tokenizer and *.safetensors"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="file to write, may hold {type}; or an existing folder")
     parser.add_argument(
         "--type", metavar="T[,T...]", default="",
@@ -52,7 +54,9 @@ def _convert_parser() -> argparse.ArgumentParser:
         "(in llama-quantize the first does)",
     )  # fmt: skip
     parser.add_argument("--name", help="model name in the metadata (default: from model card or folder)")
-    parser.add_argument("--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here")
+    parser.add_argument(
+        "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
+    )
     parser.add_argument("--workers", metavar="N", type=_positive, help="threads (default: all cores)")
     parser.add_argument("--dry-run", action="store_true", help="decide and print everything, write nothing")
     parser.add_argument("--force", action="store_true", help="replace existing outputs")

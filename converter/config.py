@@ -59,7 +59,7 @@ class Config:
             raise self._wrong(key, "a number", value)
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:  # noqa: FBT001  (a key's default is not a switch)
+    def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -135,7 +136,7 @@ def run_chunk(chunk: Chunk, checkpoint: Checkpoint, sinks: Sequence[ChunkSink]) 
         piece = raw[begin : begin + strip]
         _quantize_strip(job, rows[begin : begin + strip], piece, [out[begin : begin + strip] for out in outputs])
     for (file, tensor), out in zip(job.targets, outputs, strict=True):
-        sinks[file].write(tensor.entry.offset + chunk.first * out.shape[1], memoryview(out).cast("B"))
+        sinks[file].write(tensor.entry.offset + chunk.first * out.shape[1], out.data.cast("B"))
     return Done(chunk, _live_experts(job, rows, raw))
 
 
@@ -153,7 +154,7 @@ def _runs(job: Job, rows: np.ndarray) -> Iterator[tuple[TensorInfo, int, int, in
     which, inside = _origin(job, rows)
     breaks = np.flatnonzero((np.diff(inside) != 1) | (np.diff(which) != 0)) + 1
     edges = [0, *breaks.tolist(), len(rows)]
-    for begin, stop in zip(edges[:-1], edges[1:], strict=True):
+    for begin, stop in pairwise(edges):
         yield job.sources[int(which[begin])], int(inside[begin]), begin, stop
 
 
@@ -196,7 +197,7 @@ def _as_float32(raw: np.ndarray) -> np.ndarray:
 
 def _live_experts(job: Job, rows: np.ndarray, raw: np.ndarray) -> set[int]:
     """Experts with a value other than zero among these rows; empty for tensors without experts."""
-    if len(job.rule.target_shape) != 3:  # noqa: PLR2004
+    if len(job.rule.target_shape) != 3:
         return set()
     experts = rows // job.rule.target_shape[1]
     # The first row decides for all but a dead expert; only there is every row looked at.
@@ -209,7 +210,7 @@ def _dead_experts(plan: Plan, seen: Mapping[str, set[int]]) -> list[str]:
     notes: list[str] = []
     for job in jobs(plan):
         shape = job.rule.target_shape
-        if len(shape) == 3 and len(seen[job.rule.target]) < shape[0]:  # noqa: PLR2004
+        if len(shape) == 3 and len(seen[job.rule.target]) < shape[0]:
             dead = sorted(set(range(shape[0])) - seen[job.rule.target])
             notes.append(f"{job.rule.target}: all weights of expert {', '.join(map(str, dead))} are zero")
     return notes

@@ -71,7 +71,7 @@ def text(key: str, value: str) -> KeyValue:
     return KeyValue(key, ValueType.STRING, value)
 
 
-def flag(key: str, value: bool) -> KeyValue:  # noqa: FBT001  (the value itself)
+def flag(key: str, value: bool) -> KeyValue:
     return KeyValue(key, ValueType.BOOL, value)
 
 
@@ -148,8 +148,10 @@ def read_gguf(file: Path) -> GGUFHeader:
     """The checked header of a GGUF file. Raises GGUFError naming the field that lies."""
     with os_errors("cannot read this file", file), file.open("rb") as stream:
         size = stream.seek(0, 2)
-        if size < 24:  # noqa: PLR2004  (magic, version, two counts)
-            raise GGUFError("this is not a GGUF file: it is too short", file, expected="24 bytes", found=f"{size} bytes")
+        if size < 24:
+            raise GGUFError(
+                "this is not a GGUF file: it is too short", file, expected="24 bytes", found=f"{size} bytes"
+            )
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(file, data, size).header()
 

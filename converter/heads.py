@@ -69,7 +69,10 @@ class HeadReport:
         def types(counts: dict[str, int]) -> str:
             return ", ".join(f"{t} {n}x" for t, n in counts.items()) or "none"
 
-        lines = [f"{self.file}: {self.architecture}, {self.kind}", f"  trunk: {self.trunk_layers} layers: {types(self.trunk_types)}"]
+        lines = [
+            f"{self.file}: {self.architecture}, {self.kind}",
+            f"  trunk: {self.trunk_layers} layers: {types(self.trunk_types)}",
+        ]
         if self.head_layers or self.head_tensors:
             lines.append(f"  head: {self.head_layers} layer(s), {self.head_tensors} tensors: {types(self.head_types)}")
         else:
@@ -78,7 +81,9 @@ class HeadReport:
             lines.append(f"  fed with: {self.head_input}")
         if (draft := self.draft_settings()) is not None:
             tries = ", ".join(str(n) for n in draft["n_max_worth_trying"])
-            lines.append(f"  drafts: one layer, chained; n = {tries} are worth measuring, {_DRAFT_DEFAULT} to begin with")
+            lines.append(
+                f"  drafts: one layer, chained; n = {tries} are worth measuring, {_DRAFT_DEFAULT} to begin with"
+            )
             if draft["command"]:
                 lines.append(f"  run: {draft['command']}")
         lines += [f"  problem: {p}" for p in self.problems]
@@ -119,7 +124,9 @@ def _inspect_folder(folder: Path) -> HeadReport:
 def _inspect_gguf(header: GGUFHeader) -> HeadReport:
     name = header.get("general.architecture")
     if not isinstance(name, str):
-        raise InputError("this GGUF file does not say which architecture it is", header.file, hint="general.architecture")
+        raise InputError(
+            "this GGUF file does not say which architecture it is", header.file, hint="general.architecture"
+        )
     blocks, layers = (_count(header, f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
     trunk_layers = max(0, blocks - layers)
     in_head = {t.name for t in header.tensors if _block(t.name) >= trunk_layers}
@@ -143,9 +150,7 @@ def _count(header: GGUFHeader, key: str) -> int:
     return value
 
 
-def _problems(
-    header: GGUFHeader, trunk_layers: int, layers: int, in_head: set[str], nextn: set[str]
-) -> list[str]:
+def _problems(header: GGUFHeader, trunk_layers: int, layers: int, in_head: set[str], nextn: set[str]) -> list[str]:
     """What keeps engines from loading or from drafting, judged from the header."""
     problems: list[str] = []
     if nextn and not layers:
@@ -153,7 +158,9 @@ def _problems(
             "the file has nextn tensors but no nextn_predict_layers key: engines read the head as a trunk layer and refuse"
         )
     if layers and not in_head:
-        problems.append(f"nextn_predict_layers is {layers}, but the file holds no head: engines abort when asked to draft")
+        problems.append(
+            f"nextn_predict_layers is {layers}, but the file holds no head: engines abort when asked to draft"
+        )
     elif layers:
         missing = [g for g in _GLUE if f"blk.{trunk_layers}.{g}" not in nextn]
         if missing:

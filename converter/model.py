@@ -126,9 +126,7 @@ def _refuse_ghosts(checkpoint: Checkpoint, architecture: Architecture, table: Ta
         )  # fmt: skip
 
 
-def _refuse_missing(
-    config: Config, checkpoint: Checkpoint, rules: list[Rule], named: Mapping[str, TensorInfo]
-) -> None:
+def _refuse_missing(config: Config, checkpoint: Checkpoint, rules: list[Rule], named: Mapping[str, TensorInfo]) -> None:
     for role, part in ((Role.TRUNK, "the trunk"), (Role.SHARED, "the trunk"), (Role.MTP, "the MTP head")):
         needed = [s for rule in rules if rule.role is role for s in rule.sources]
         missing = [s for s in needed if s not in named]
@@ -147,7 +145,9 @@ def _judge_announcement(config: Config, table: Table, notes: list[str]) -> None:
     announced = config.integer(key, least=0) if key else 0
     found = table.head_layers
     if found and not announced:
-        notes.append(f"config.json does not announce an MTP head, but the weights hold one of {found} layer(s): included")
+        notes.append(
+            f"config.json does not announce an MTP head, but the weights hold one of {found} layer(s): included"
+        )
     elif announced and not found:
         raise CheckpointError(
             "config.json promises an MTP head, but the weights hold none", config.file, tensor="mtp.*",

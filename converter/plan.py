@@ -196,7 +196,7 @@ class _Draft:
     def sidecar(self, path: Path, head: Mix) -> PlannedFile:
         return self.file(path, "sidecar", head, head, (Role.SHARED, Role.MTP))
 
-    def file(self, path: Path, kind: str, main: Mix, head: Mix | None, roles: Sequence[Role]) -> PlannedFile:  # noqa: PLR0913
+    def file(self, path: Path, kind: str, main: Mix, head: Mix | None, roles: Sequence[Role]) -> PlannedFile:
         rules = [r for role in roles for r in self.model.rules if r.role is role]
         types = self._types(kind, main, head, rules)
         chosen = [(r, *self._type(r, types.get(r.target))) for r in rules]

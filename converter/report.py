@@ -42,13 +42,13 @@ class ConversionReport:
         return self.source_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def as_text(self) -> str:
-        lines = [note for note in self.notes]
+        lines = [f"note: {note}" for note in self.notes]
         for file in self.plan.files:
             lines += ["", *_file_lines(file)]
         if self.dry_run:
             lines += ["", "dry run: nothing was written"]
         else:
-            lines += ["", f"{self.seconds:.1f} s, {self.rate_gbps:.2f} GB/s of {self.source_bytes / 1e9:.2f} GB read"]
+            lines += ["", f"{_amount(self.source_bytes)} read in {self.seconds:.1f} s, {self.rate_gbps:.2f} GB/s"]
         return "\n".join(lines).lstrip("\n")
 
 
@@ -90,14 +90,22 @@ def _file_lines(file: PlannedFile) -> list[str]:
     head = f" + head {file.head_mix}" if file.kind == "bundled" else ""
     lines = [
         f"{file.path}  ({file.kind}, {file.mix}{head})",
-        f"  {file.size / 1e9:.3f} GB, {len(file.tensors)} tensors, {_bits_per_weight(file):.2f} bits per weight",
+        f"  {_amount(file.size)}, {len(file.tensors)} tensors, {_bits_per_weight(file):.2f} bits per weight",
     ]
     for part, by_type in _parts(file).items():
         total = sum(size for _, size, _ in by_type.values())
-        types = ", ".join(f"{t} {n}x {size / 1e6:,.1f} MB" for t, (n, size, _) in sorted(by_type.items()))
-        lines.append(f"  {part}: {total / 1e6:,.1f} MB: {types}")
+        types = ", ".join(f"{t} {n}x {_amount(size)}" for t, (n, size, _) in sorted(by_type.items()))
+        lines.append(f"  {part}: {_amount(total)}: {types}")
     fallbacks = Counter((t.wanted, t.type.name) for t in file.tensors if t.wanted)
     for (wanted, got), count in sorted(fallbacks.items()):
         lines.append(f"  fallback: {count} tensors have rows that {wanted} cannot hold, stored as {got}:")
         lines += [f"    {t.entry.name}" for t in file.tensors if (t.wanted, t.type.name) == (wanted, got)]
     return lines
+
+
+def _amount(size: int) -> str:
+    """Bytes as people read them, in powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size / 1e3:.1f} kB"

@@ -148,7 +148,7 @@ def _merges(listed: object, folder: Path, file: Path) -> list[str]:
     merges: list[str] = []
     for entry in listed:
         parts = entry.split(" ") if isinstance(entry, str) else entry
-        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):  # noqa: PLR2004
+        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):
             raise TokenizerError("a merge is not a pair", file, found=repr(entry)[:200])
         merges.append(" ".join(part.replace(" ", _SPACE_IN_BYTES) for part in parts))
     return merges

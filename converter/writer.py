@@ -49,7 +49,7 @@ def write_plan(plan: Plan, *, force: bool, run: Callable[[Sequence[ChunkSink]], 
     sinks: list[PartialFile] = []
     try:
         for planned in plan.files:
-            sinks.append(PartialFile(planned))
+            sinks.append(PartialFile(planned))  # noqa: PERF401  (those opened before a failure are aborted below)
         notes = run(sinks)
         for sink in sinks:
             sink.finish()

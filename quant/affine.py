@@ -9,9 +9,7 @@ from quant.search import gather_columns, mean_plus_magnitude, scale_and_minimum
 
 
 @inner
-def search_sub_blocks(
-    x, start, top, first, step, steps, columns, weights, quants, scales, minimums, inverses, offsets
-):  # noqa: PLR0913
+def search_sub_blocks(x, start, top, first, step, steps, columns, weights, quants, scales, minimums, inverses, offsets):
     """Search A on WIDTH sub-blocks of 32 from x[start] on; the last four arrays, float32 [WIDTH], take the result.
 
     A minimum is stored with its sign turned, as the format has it (>= 0).
@@ -26,7 +24,7 @@ def search_sub_blocks(
 
 
 @inner
-def final_quants(x, at, sub, scales, minimums, inverses, offsets, top):  # noqa: PLR0913
+def final_quants(x, at, sub, scales, minimums, inverses, offsets, top):
     """Quants of x[at : at + WIDTH] in sub-block `sub` from its decoded scale; the search's where that is 0."""
     if scales[sub] != ZERO:
         return nearest((load(x, at) + minimums[sub]) / scales[sub], ZERO, top)

@@ -16,7 +16,7 @@ _F16_INFINITY = 0x7C00
 
 @inner
 def nearest_int(value):
-    """ggml's nearest_int: half to even up to 4194303, beyond that whatever the mantissa holds."""
+    """Ggml's nearest_int: half to even up to 4194303, beyond that whatever the mantissa holds."""
     return np.int32(float_bits(value + _MAGIC) & 0x7FFFFF) - np.int32(0x400000)
 
 

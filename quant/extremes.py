@@ -9,7 +9,7 @@ from quant.lanes import WIDTH, absolute, bits, highest, load, lowest, select, sp
 
 @inner
 def largest_magnitude(x, start):
-    """max |x| of x[start : start + 32]."""
+    """Max |x| of x[start : start + 32]."""
     top = splat(ZERO)
     for j in range(0, 32, WIDTH):
         value = absolute(load(x, start + j))

@@ -30,13 +30,14 @@ def _sources_digest() -> str:
 
 
 class _KernelCache(FunctionCache):
-    def _index_key(self, sig, codegen):  # noqa: ANN001, ANN202  (Numba's own signature)
-        return (*super()._index_key(sig, codegen), _sources_digest(), WIDTH)
+    def _index_key(self, sig, codegen):
+        signature, machine, (code, cells) = super()._index_key(sig, codegen)
+        return signature, machine, (code, f"{cells} {_sources_digest()} {WIDTH}")
 
 
 def kernel(function: Callable) -> Any:
     """An entry point that Python calls: compiled at first use, then loaded from the cache."""
-    dispatcher = njit(**_OPTIONS)(function)
+    dispatcher: Any = njit(**_OPTIONS)(function)
     dispatcher._cache = _KernelCache(function)  # noqa: SLF001  (what enable_caching() does, with our key)
     return dispatcher
 

@@ -17,16 +17,18 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable
+from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.datamodel import PrimitiveModel
+from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, lower_builtin, register_model, type_callable
 
 F32 = np.float32
+Value = Any  # an LLVM value; llvmlite's own annotations are too loose to check against
 MAGIC = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the mantissa
 
 
@@ -53,16 +55,22 @@ class LaneType(types.Type):
 
 
 class FloatLanes(LaneType):
+    """WIDTH float32."""
+
     def __init__(self) -> None:
         super().__init__("float")
 
 
 class IntLanes(LaneType):
+    """WIDTH int32."""
+
     def __init__(self) -> None:
         super().__init__("int")
 
 
 class MaskLanes(LaneType):
+    """WIDTH booleans, what a comparison gives."""
+
     def __init__(self) -> None:
         super().__init__("mask")
 
@@ -75,47 +83,52 @@ _VECTOR = {kind: ir.VectorType(element, WIDTH) for kind, element in _ELEMENTS.it
 @register_model(IntLanes)
 @register_model(MaskLanes)
 class _LaneModel(PrimitiveModel):
-    def __init__(self, dmm, fe_type) -> None:  # noqa: ANN001  (Numba's own signature)
+    def __init__(self, dmm, fe_type) -> None:
         super().__init__(dmm, fe_type, _VECTOR[fe_type.element])
+
+
+def operation(emitter: Callable) -> Any:
+    """A function on lanes that kernels call; `emitter` says its type and emits its instructions."""
+    return intrinsic(emitter)
 
 
 # --- operators ---------------------------------------------------------------------------------------------------
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+def _splat(builder: ir.IRBuilder, scalar: Value) -> Value:
     vector = ir.VectorType(scalar.type, WIDTH)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
     zeros = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
 
-def _as_lanes(builder: ir.IRBuilder, value: ir.Value, kind: types.Type) -> ir.Value:
+def _as_lanes(builder: ir.IRBuilder, value: Value, kind: Any) -> Value:
     if isinstance(kind, LaneType):
         return value
     if isinstance(kind, types.Integer):
-        value = builder.trunc(value, _I32) if kind.bitwidth > 32 else value
+        value = builder.trunc(value, _I32) if kind.bitwidth > 32 else value  # pyright: ignore[reportAttributeAccessIssue]
     return _splat(builder, value)
 
 
-def _is(kind: types.Type, lane: LaneType) -> bool:
+def _is(kind: Any, lane: LaneType) -> bool:
     """Whether a value may stand where lanes of this kind do: the lanes themselves, or the scalar to be splatted."""
     if kind == lane:
         return True
     if lane is FLOAT:
         return kind == types.float32
-    return lane is INT and isinstance(kind, types.Integer) and kind.bitwidth >= 32
+    return lane is INT and isinstance(kind, types.Integer) and kind.bitwidth >= 32  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _binary(op: Callable, operand: LaneType, result: LaneType, emit: Callable) -> None:
     @type_callable(op)
-    def _typing(_context):  # noqa: ANN001, ANN202
-        def typer(a, b):  # noqa: ANN001, ANN202
+    def _typing(_context):
+        def typer(a, b):
             lanes = operand in {a, b}
             return result if lanes and _is(a, operand) and _is(b, operand) else None
 
         return typer
 
-    def lower(_context, builder, signature, args):  # noqa: ANN001, ANN202
+    def lower(_context, builder, signature, args):
         return emit(builder, *(_as_lanes(builder, v, t) for v, t in zip(args, signature.args, strict=True)))
 
     scalar = {FLOAT: types.float32, INT: types.Integer, MASK: None}[operand]
@@ -161,28 +174,27 @@ for _op, _emit in {operator.and_: ir.IRBuilder.and_, operator.or_: ir.IRBuilder.
 
 
 @type_callable(operator.invert)
-def _invert_typing(_context):  # noqa: ANN001, ANN202
+def _invert_typing(_context):
     return lambda a: MASK if a == MASK else None
 
 
 @lower_builtin(operator.invert, MaskLanes)
-def _invert(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+def _invert(_context, builder, _signature, args):
     return builder.not_(args[0])
 
 
 # --- functions ---------------------------------------------------------------------------------------------------
-# Each is written `name = _function(result, emit)`; emit gets the builder and the arguments' LLVM values.
 
 
-def _vector_intrinsic(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+def _vector_intrinsic(builder: ir.IRBuilder, name: str, *args: Value) -> Value:
     """Call llvm.NAME.vNf32; llvmlite cannot derive the overloaded name of a vector by itself."""
     vector = _VECTOR["float"]
     kind = ir.FunctionType(vector, [vector] * len(args))
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{WIDTH}f32"), args)
 
 
-@intrinsic
-def splat(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def splat(_typing, value):
     """All lanes hold one float32 (or one integer)."""
     if value != types.float32 and not isinstance(value, types.Integer):
         return None
@@ -190,47 +202,47 @@ def splat(_typing, value):  # noqa: ANN001, ANN201
     return result(value), lambda _c, builder, sig, args: _as_lanes(builder, args[0], sig.args[0])
 
 
-@intrinsic
-def select(_typing, mask, yes, no):  # noqa: ANN001, ANN201
+@operation
+def select(_typing, mask, yes, no):
     """Per lane `yes` where the mask holds, else `no`; scalars are splatted."""
     result = next((t for t in (FLOAT, INT) if _is(yes, t) and _is(no, t)), None)
     if mask != MASK or result is None:
         return None
 
-    def emit(_context, builder, signature, args):  # noqa: ANN001, ANN202
+    def emit(_context, builder, signature, args):
         yes, no = (_as_lanes(builder, v, t) for v, t in zip(args[1:], signature.args[1:], strict=True))
         return builder.select(args[0], yes, no)
 
     return result(mask, yes, no), emit
 
 
-@intrinsic
-def absolute(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def absolute(_typing, value):
     """|value| by clearing the sign bit."""
     return FLOAT(value), lambda _c, builder, _s, args: _vector_intrinsic(builder, "fabs", args[0])
 
 
-@intrinsic
-def square_root(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def square_root(_typing, value):
     """IEEE square root, correctly rounded."""
     return FLOAT(value), lambda _c, builder, _s, args: _vector_intrinsic(builder, "sqrt", args[0])
 
 
-@intrinsic
-def truncate(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def truncate(_typing, value):
     """Rounded towards zero, still float."""
     return FLOAT(value), lambda _c, builder, _s, args: _vector_intrinsic(builder, "trunc", args[0])
 
 
-@intrinsic
-def to_int(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def to_int(_typing, value):
     """Float lanes to int lanes, towards zero; the values must fit."""
     return INT(value), lambda _c, builder, _s, args: builder.fptosi(args[0], _VECTOR["int"])
 
 
-@intrinsic
-def nearest(_typing, value, low, high):  # noqa: ANN001, ANN201
-    """ggml's nearest_int, clamped to low...high (integers of type float32), as float lanes.
+@operation
+def nearest(_typing, value, low, high):
+    """Ggml's nearest_int, clamped to low...high (integers of type float32), as float lanes.
 
     Round half to even for |value| <= 4194303. Outside, and for infinities and NaN, the reference takes whatever stands
     in the mantissa after the magic addition; the bit operations here give the same (spec/quant.md, section 1).
@@ -238,10 +250,10 @@ def nearest(_typing, value, low, high):  # noqa: ANN001, ANN201
     if value != FLOAT or low != types.float32 or high != types.float32:
         return None
 
-    def emit(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+    def emit(_context, builder, _signature, args):
         ints = _VECTOR["int"]
 
-        def const(n: int) -> ir.Value:
+        def const(n: int) -> Value:
             return ir.Constant(ints, [n] * WIDTH)
 
         # The field of an integer k in -2^22 ... 2^22 - 1 is k + 0x400000, so clamping and decoding stay there.
@@ -256,17 +268,17 @@ def nearest(_typing, value, low, high):  # noqa: ANN001, ANN201
     return FLOAT(value, low, high), emit
 
 
-@intrinsic
-def bits(_typing, mask):  # noqa: ANN001, ANN201
+@operation
+def bits(_typing, mask):
     """The mask as an integer: bit i is lane i."""
 
-    def emit(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+    def emit(_context, builder, _signature, args):
         return builder.zext(builder.bitcast(args[0], ir.IntType(WIDTH)), ir.IntType(64))
 
     return types.int64(mask), emit
 
 
-def _pointer(context, builder, array_type, array, index, element: ir.Type, count: int):  # noqa: ANN001, ANN202, PLR0913
+def _pointer(context, builder, array_type, array, index, element: ir.Type, count: int):
     data = context.make_array(array_type)(context, builder, array).data
     address = builder.gep(data, [index])
     return builder.bitcast(address, ir.VectorType(element, count).as_pointer())
@@ -276,7 +288,7 @@ def _pointer(context, builder, array_type, array, index, element: ir.Type, count
 _WIDEN = {types.float32: ir.FloatType(), types.int16: ir.HalfType(), types.uint16: ir.IntType(16)}
 
 
-def _widened(builder: ir.IRBuilder, value: ir.Value, dtype: types.Type) -> ir.Value:
+def _widened(builder: ir.IRBuilder, value: Value, dtype: Any) -> Value:
     if dtype == types.int16:
         return builder.fpext(value, _VECTOR["float"])
     if dtype == types.uint16:
@@ -285,13 +297,13 @@ def _widened(builder: ir.IRBuilder, value: ir.Value, dtype: types.Type) -> ir.Va
     return value
 
 
-@intrinsic
-def load(_typing, array, index):  # noqa: ANN001, ANN201
+@operation
+def load(_typing, array, index):
     """WIDTH consecutive values from array[index] on, as float lanes; float16 (int16) and bfloat16 (uint16) bits are widened."""
     if not isinstance(array, types.Array) or array.dtype not in _WIDEN or not isinstance(index, types.Integer):
         return None
 
-    def emit(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def emit(context, builder, signature, args):
         dtype = signature.args[0].dtype
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _WIDEN[dtype], WIDTH)
         return _widened(builder, builder.load(pointer, align=dtype.bitwidth // 8), dtype)
@@ -299,13 +311,13 @@ def load(_typing, array, index):  # noqa: ANN001, ANN201
     return FLOAT(array, index), emit
 
 
-@intrinsic
-def load_columns(_typing, array, index, stride):  # noqa: ANN001, ANN201
+@operation
+def load_columns(_typing, array, index, stride):
     """Lane i is array[index + i * stride]: the same element of WIDTH sub-blocks; widened as load does."""
     if not isinstance(array, types.Array) or array.dtype not in _WIDEN:
         return None
 
-    def emit(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def emit(context, builder, signature, args):
         array_type, index_type, stride_type = signature.args
         dtype = array_type.dtype
         data = context.make_array(array_type)(context, builder, args[0]).data
@@ -323,15 +335,15 @@ def load_columns(_typing, array, index, stride):  # noqa: ANN001, ANN201
     return FLOAT(array, index, stride), emit
 
 
-@intrinsic
-def store(_typing, array, index, value):  # noqa: ANN001, ANN201
+@operation
+def store(_typing, array, index, value):
     """Write lanes to array[index ...]: float lanes to a float32 array, int lanes as bytes to a uint8 array."""
     if not isinstance(array, types.Array):
         return None
     if (array.dtype, value) not in {(types.float32, FLOAT), (types.uint8, INT), (types.uint16, INT)}:
         return None
 
-    def emit(context, builder, signature, args):  # noqa: ANN001, ANN202
+    def emit(context, builder, signature, args):
         dtype = signature.args[0].dtype
         lanes = args[2]
         element = ir.FloatType() if dtype == types.float32 else ir.IntType(dtype.bitwidth)
@@ -344,21 +356,21 @@ def store(_typing, array, index, value):  # noqa: ANN001, ANN201
     return types.void(array, index, value), emit
 
 
-@intrinsic
-def float_bits(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def float_bits(_typing, value):
     """The bits of float lanes as int lanes, or of a float32 as an int32."""
     result = INT if value == FLOAT else types.int32
     target = _VECTOR["int"] if value == FLOAT else _I32
     return result(value), lambda _c, builder, _s, args: builder.bitcast(args[0], target)
 
 
-@intrinsic
-def from_bits(_typing, value):  # noqa: ANN001, ANN201
+@operation
+def from_bits(_typing, value):
     """The float32 (or float lanes) with these bits: the inverse of float_bits."""
     result = FLOAT if value == INT else types.float32
     target = _VECTOR["float"] if value == INT else ir.FloatType()
 
-    def emit(_context, builder, signature, args):  # noqa: ANN001, ANN202
+    def emit(_context, builder, signature, args):
         value = args[0]
         if isinstance(signature.args[0], types.Integer) and signature.args[0].bitwidth > 32:
             value = builder.trunc(value, _I32)
@@ -367,13 +379,13 @@ def from_bits(_typing, value):  # noqa: ANN001, ANN201
     return result(value), emit
 
 
-def _reduction(name: str, doc: str):  # noqa: ANN202
-    @intrinsic
-    def reduce(_typing, value):  # noqa: ANN001, ANN202
+def _reduction(name: str, doc: str):
+    @operation
+    def reduce(_typing, value):
         if value != FLOAT:
             return None
 
-        def emit(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+        def emit(_context, builder, _signature, args):
             kind = ir.FunctionType(ir.FloatType(), [_VECTOR["float"]])
             function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v{WIDTH}f32")
             return builder.call(function, args, fastmath=("nnan",))

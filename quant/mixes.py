@@ -101,10 +101,10 @@ def trunk_types(recipe: Mix, tensors: Sequence[tuple[str, Shape]], facts: TrunkF
             chosen = recipe.type
         elif _is_value(name):
             chosen = _value_type(recipe, values.index(name), len(values), facts)
-        elif "attn_k.weight" in name and facts.experts == 8:  # noqa: PLR2004
+        elif "attn_k.weight" in name and facts.experts == 8:
             chosen = "Q8_0"
         elif "attn_output.weight" in name:
-            chosen = "Q5_K" if facts.experts == 8 and recipe.name in {"Q4_K_S", "Q4_K_M"} else recipe.type  # noqa: PLR2004
+            chosen = "Q5_K" if facts.experts == 8 and recipe.name in {"Q4_K_S", "Q4_K_M"} else recipe.type
         elif "ffn_down" in name:
             position = _block(name) if facts.experts > 1 else downs.index(name)
             chosen = _down_type(recipe, position, facts.layers)
@@ -139,7 +139,7 @@ def _is_value(name: str) -> bool:
 
 def _more_bits(i: int, n: int) -> bool:
     """The first and last eighth, and every third in between."""
-    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2  # noqa: PLR2004
+    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
 def _output_type(recipe: Mix, row: int) -> str:
@@ -151,11 +151,11 @@ def _output_type(recipe: Mix, row: int) -> str:
 
 
 def _value_type(recipe: Mix, i: int, n: int, facts: TrunkFacts) -> str:
-    if facts.experts == 8:  # noqa: PLR2004  (the table means Mixtral, but asks for just this)
+    if facts.experts == 8:
         return "Q8_0"
     if recipe.name in {"Q4_K_M", "Q5_K_M"} and _more_bits(i, n):
         return "Q6_K"
-    if recipe.name == "Q4_K_S" and i < 4:  # noqa: PLR2004
+    if recipe.name == "Q4_K_S" and i < 4:
         return "Q5_K"
     return recipe.type
 

@@ -42,7 +42,7 @@ def _squared_error(columns, weights, quants, n, scale, minimum):
 
 
 @inner
-def scale_and_minimum(columns, weights, quants, n, top, first, step, steps):  # noqa: PLR0913
+def scale_and_minimum(columns, weights, quants, n, top, first, step, steps):
     """Search A, make_qkx2_quants with squared errors: x ~ scale * q + minimum, 0 <= q <= top.
 
     Candidates are the inverse scales (first + step * s + top) / range, s = 0 ... steps; each is refitted by least

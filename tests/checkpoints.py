@@ -48,7 +48,7 @@ def edit_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(value))
 
 
-def variant(  # noqa: PLR0913
+def variant(
     source: Path,
     folder: Path,
     *,

@@ -165,7 +165,7 @@ def _norm(target: str, source: str, width: int, role: Role) -> Rule:
     return Rule(target, (source,), (width,), (AddOne(),), role)
 
 
-def _layer(s: Sizes, source: str, block: int, names: Collection[str], kind: str, role: Role) -> list[Rule]:  # noqa: PLR0913
+def _layer(s: Sizes, source: str, block: int, names: Collection[str], kind: str, role: Role) -> list[Rule]:
     rules = [
         _norm(f"blk.{block}.attn_norm.weight", f"{source}.input_layernorm.weight", s.hidden, role),
         *(_linear_attention(s, source, block) if kind == LINEAR else _full_attention(s, source, block, role)),
@@ -216,7 +216,9 @@ def _linear_attention(s: Sizes, source: str, block: int) -> list[Rule]:
         rule("attn_gate.weight", "in_proj_z.weight", (s.values, s.hidden), tiled(s.v_dim)),
         rule("ssm_beta.weight", "in_proj_b.weight", (s.v_heads, s.hidden), tiled(1)),
         rule("ssm_alpha.weight", "in_proj_a.weight", (s.v_heads, s.hidden), tiled(1)),
-        small("ssm_conv1d.weight", "conv1d.weight", (channels, 1, s.kernel), (*tiled(s.v_dim, s.keys), SqueezeMiddle())),
+        small(
+            "ssm_conv1d.weight", "conv1d.weight", (channels, 1, s.kernel), (*tiled(s.v_dim, s.keys), SqueezeMiddle())
+        ),
         small("ssm_a", "A_log", (s.v_heads,), (*tiled(1), NegExp())),
         small("ssm_dt.bias", "dt_bias", (s.v_heads,), tiled(1)),
         # The gated norm multiplies by its weight as it stands: no + 1.
@@ -283,9 +285,7 @@ def _glue(s: Sizes, names: Collection[str], trunk_output: str) -> list[Rule]:
         ("shared_head_head", "mtp.lm_head.weight", trunk_output),
     ):
         if source in names:
-            rules.append(
-                Rule(target(name), (source,), (s.vocabulary, s.hidden), role=Role.MTP, duplicates=trunk)
-            )
+            rules.append(Rule(target(name), (source,), (s.vocabulary, s.hidden), role=Role.MTP, duplicates=trunk))
     return rules
 
 

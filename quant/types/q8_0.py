@@ -5,7 +5,7 @@ from __future__ import annotations
 from quant.arithmetic import INFINITY, ZERO, castable, put_half, reciprocal
 from quant.extremes import largest_magnitude
 from quant.kernel import kernel
-from quant.lanes import F32, WIDTH, absolute, load, select, store, to_int, truncate
+from quant.lanes import F32, WIDTH, load, select, store, to_int, truncate
 
 BATCH = 1
 _HALF, _ONE, _TOP = F32(0.5), F32(1), F32(127)

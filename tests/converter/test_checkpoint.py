@@ -118,7 +118,9 @@ def test_index_naming_a_missing_tensor(tmp_path: Path) -> None:
     assert "no shard has it" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "sub/x.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "sub/x.safetensors"]
+)
 def test_index_that_leaves_the_folder(tmp_path: Path, name: str) -> None:
     """S39: only plain names are taken from weight_map."""
     folder = clone(EXAMPLE, tmp_path / "model")

@@ -16,7 +16,9 @@ from tests.conftest import EXAMPLE
 
 def test_convert_prints_a_summary(tmp_path: Path, capsys) -> None:
     """Types and bytes of trunk and head apart, bits per weight, seconds, rate; on stdout."""
-    assert convert_main([str(EXAMPLE), str(tmp_path / "N-{type}.gguf"), "--type", "Q4_K_M,Q8_0", "--mtp", "sidecar"]) == 0
+    assert (
+        convert_main([str(EXAMPLE), str(tmp_path / "N-{type}.gguf"), "--type", "Q4_K_M,Q8_0", "--mtp", "sidecar"]) == 0
+    )
     out = capsys.readouterr().out
     for words in ("N-Q4_K_M.gguf", "mtp-N-Q8_0.gguf", "trunk:", "head:", "bits per weight", "GB/s", "vision tower"):
         assert words in out
@@ -49,7 +51,7 @@ def test_dry_run_decides_the_same_and_writes_nothing(tmp_path: Path, capsys) -> 
     ],
     ids=["no model", "type", "template", "override", "unwritable type", "file as model"],
 )
-def test_errors_have_their_code_and_one_message(tmp_path: Path, monkeypatch, capsys, arguments, code, words) -> None:  # noqa: PLR0913
+def test_errors_have_their_code_and_one_message(tmp_path: Path, monkeypatch, capsys, arguments, code, words) -> None:
     """No traceback; the message is on stderr, and with --json on stdout as data."""
     monkeypatch.chdir(tmp_path)
     assert convert_main(arguments) == code
@@ -62,7 +64,8 @@ def test_errors_have_their_code_and_one_message(tmp_path: Path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["a"], ["a", "b", "--mtp", "maybe"], ["a", "b", "--workers", "0"], ["a", "b", "--no-mtp", "--mtp", "only"]]
+    "arguments",
+    [[], ["a"], ["a", "b", "--mtp", "maybe"], ["a", "b", "--workers", "0"], ["a", "b", "--no-mtp", "--mtp", "only"]],
 )
 def test_wrong_usage_is_2(arguments: list[str], capsys) -> None:
     """As argparse has it."""
@@ -90,7 +93,7 @@ def test_progress_on_a_pipe_is_quiet_for_short_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "converter", str(EXAMPLE), str(tmp_path / "x.gguf"), "--type", "F16"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    assert done.stdout.startswith("left out")
+    assert done.stdout.startswith("note: left out")
 
 
 def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
@@ -115,7 +118,14 @@ def test_inspect_bundled(conversions, capsys) -> None:
     file = conversions("dense", "bundled") / "Q4_K_M.gguf"
     assert inspect_main([str(file)]) == 0
     out = capsys.readouterr().out
-    for words in ("bundled", "4 layers", "1 layer(s), 15 tensors", "F32 7x, Q8_0 8x", "final norm", f"-m {file} --spec-type draft-mtp"):
+    for words in (
+        "bundled",
+        "4 layers",
+        "1 layer(s), 15 tensors",
+        "F32 7x, Q8_0 8x",
+        "final norm",
+        f"-m {file} --spec-type draft-mtp",
+    ):
         assert words in out
 
 
@@ -124,7 +134,7 @@ def test_inspect_bundled(conversions, capsys) -> None:
     [("bundled", "F16.gguf", "bundled", 1, True), ("sidecar", "mtp-Q8_0.gguf", "sidecar", 1, True),
      ("none", "Q8_0.gguf", "trunk", 0, False)],
 )  # fmt: skip
-def test_inspect_json(conversions, capsys, packaging, name, kind, layers, can_draft) -> None:  # noqa: PLR0913
+def test_inspect_json(conversions, capsys, packaging, name, kind, layers, can_draft) -> None:
     """The same as data."""
     assert inspect_main([str(conversions("dense", packaging) / name), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -28,7 +28,7 @@ def files(folder: Path) -> list[str]:
     ("kind", "chunk", "strip", "workers"),
     [("dense", 3000, 1, 1), ("dense", 20_000, 7000, 4), ("moe", 30_000, 3000, 4), ("moe", 100_000, 100_000, 2)],
 )
-def test_any_cut_gives_the_same_bytes(  # noqa: PLR0913
+def test_any_cut_gives_the_same_bytes(
     conversions, tmp_path: Path, monkeypatch, kind: str, chunk: int, strip: int, workers: int
 ) -> None:
     """Strips of one row, odd pieces, several workers."""
@@ -46,7 +46,9 @@ def test_each_source_byte_is_read_once_for_all_types(tmp_path: Path, monkeypatch
 
     counted: list[int] = []
     read = Checkpoint.read
-    monkeypatch.setattr(Checkpoint, "read", lambda self, info, at, out: (counted.append(out.nbytes), read(self, info, at, out)))
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, info, at, out: (counted.append(out.nbytes), read(self, info, at, out))
+    )
     report = convert(EXAMPLE, tmp_path / "{type}.gguf", types=["F16", "Q4_0", "Q8_0", "BF16", "F32"])
     assert sum(counted) == report.source_bytes
     used = {s.name: s.end - s.begin for f in report.plan.files for t in f.tensors for s in t.sources}
@@ -207,7 +209,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     peaks = []
     for rows in (2048 * 16, 2048 * 128):
         folder = variant(
-            EXAMPLE, tmp_path / str(rows), tensors=grow(rows), config=lambda c, r=rows: c["text_config"].update(vocab_size=r)
+            EXAMPLE,
+            tmp_path / str(rows),
+            tensors=grow(rows),
+            config=lambda c, r=rows: c["text_config"].update(vocab_size=r),
         )
         script = (
             f"import sys; sys.path.insert(0, {str(EXAMPLE.parents[1])!r})\nfrom converter import convert, execute\n"

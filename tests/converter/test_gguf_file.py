@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from pathlib import Path
@@ -96,11 +97,10 @@ def test_any_damaged_byte_is_read_or_refused_quickly(tmp_path_factory, position:
     raw[position : position + width] = bytes([value]) * width
     file.write_bytes(raw)
     started = time.monotonic()
-    try:
+    header = None
+    with contextlib.suppress(GGUFError):
         header = read_gguf(file)
-        assert all(header.data_start + t.offset + t.nbytes <= len(raw) for t in header.tensors)
-    except GGUFError as error:
-        assert error.file == file
+    assert header is None or all(header.data_start + t.offset + t.nbytes <= len(raw) for t in header.tensors)
     assert time.monotonic() - started < 1
 
 

@@ -108,7 +108,8 @@ def test_sidecars_are_shared_by_trunks_of_several_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("out", "expected"), [("N-Q4_K_M.gguf", "mtp-N-Q8_0.gguf"), ("N.gguf", "mtp-N-Q8_0.gguf"), ("n-q4_k_m.gguf", "mtp-n-Q8_0.gguf")]
+    ("out", "expected"),
+    [("N-Q4_K_M.gguf", "mtp-N-Q8_0.gguf"), ("N.gguf", "mtp-N-Q8_0.gguf"), ("n-q4_k_m.gguf", "mtp-n-Q8_0.gguf")],
 )
 def test_name_of_a_sidecar(out: str, expected: str) -> None:
     """mtp- in front, and the head's type."""
@@ -130,7 +131,9 @@ def test_output_folder_gives_the_name(tmp_path: Path) -> None:
     assert [f.path for f in report.plan.files] == [tmp_path / f"tiny-qwen3.5-dense-{t}.gguf" for t in ("Q8_0", "F16")]
 
 
-@pytest.mark.parametrize(("out", "mtp", "words"), [("My-mtp-X.gguf", "bundled", "capitals"), ("X.gguf", "only", "prefix")])
+@pytest.mark.parametrize(
+    ("out", "mtp", "words"), [("My-mtp-X.gguf", "bundled", "capitals"), ("X.gguf", "only", "prefix")]
+)
 def test_names_that_engines_misread(out: str, mtp: str, words: str) -> None:
     """S18: the prefix means sidecar to engines and front ends."""
     assert any(words in note for note in plan(out, mtp=mtp).notes)
@@ -171,7 +174,9 @@ def test_fallbacks_are_those_of_llama_quantize(tmp_path: Path) -> None:
                 out[name] = t[:, :ffn] if "down" in name else t[:ffn]
         return out
 
-    folder = variant(EXAMPLE, tmp_path / "m", tensors=narrow, config=lambda c: c["text_config"].update(intermediate_size=224))
+    folder = variant(
+        EXAMPLE, tmp_path / "m", tensors=narrow, config=lambda c: c["text_config"].update(intermediate_size=224)
+    )
     report = dry(model=folder, types=["Q4_K_M"], mtp_type="match")
     found = types(report.plan)
     # From llama-quantize's table: Q4_K -> Q5_0, Q5_K -> Q5_1, Q6_K -> Q8_0.
@@ -193,7 +198,9 @@ def test_fallback_files_decode(tmp_path: Path) -> None:
             for n, t in tensors.items()
         }
 
-    folder = variant(EXAMPLE, tmp_path / "m", tensors=narrow, config=lambda c: c["text_config"].update(intermediate_size=232))
+    folder = variant(
+        EXAMPLE, tmp_path / "m", tensors=narrow, config=lambda c: c["text_config"].update(intermediate_size=232)
+    )
     report = convert(folder, tmp_path / "x.gguf", types=["Q4_K_M"])
     assert types(report.plan)["blk.0.ffn_down.weight"] == "F16"
     assert (tmp_path / "x.gguf").stat().st_size == report.plan.files[0].size

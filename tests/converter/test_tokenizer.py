@@ -211,7 +211,11 @@ def test_s22_all_sources(folder: Path) -> None:
     assert read(folder)[0]["chat_template"] == "from json"
     edit_json(folder / "tokenizer_config.json", lambda s: s.update(chat_template="inline"))
     assert read(folder)[0]["chat_template"] == "inline"
-    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}, {"name": "a", "template": "b"}]
+    named = [
+        {"name": "default", "template": "d"},
+        {"name": "tool_use", "template": "t"},
+        {"name": "a", "template": "b"},
+    ]
     edit_json(folder / "tokenizer_config.json", lambda s: s.update(chat_template=named))
     keys, _ = read(folder)
     assert (keys["chat_template"], keys["chat_template.tool_use"]) == ("d", "t")

@@ -128,7 +128,7 @@ def test_tables_use_every_row_of_every_source_once(kind: str) -> None:
             assert shapes[name] == rule.shape
             taken[name][source_rows(np.arange(per_source), rule.shape, rule.transforms)] += 1
     counts = {name: set(rows.tolist()) for name, rows in taken.items() if "visual" not in name}
-    assert counts == dict.fromkeys(counts, {1})
+    assert counts == {name: {1} for name in counts}
     assert {r.role for r in table.rules} == set(Role)
     assert len({r.target for r in table.rules}) == len(table.rules)
 

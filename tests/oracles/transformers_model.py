@@ -14,12 +14,16 @@ PROMPTS = (
     "def read(self, size=-1):\n        if size < 0:\n            ",
     "    for name in sorted(names):\n        ",
     "    try:\n        import ",
-    'class Parser(object):\n    """A parser."""\n\n    def __init__(self, name, *, strict=True):\n        self.name = name\n'
-    "        self.strict = strict\n\n    def parse(self, text):\n        ",
+    (
+        'class Parser(object):\n    """A parser."""\n\n    def __init__(self, name, *, strict=True):\n        self.name = name\n'
+        "        self.strict = strict\n\n    def parse(self, text):\n        "
+    ),
     "import unittest\nfrom test import support\n\nclass TestCase(unittest.TestCase):\n    def setUp(self):\n        ",
     "def open(path, mode='r', encoding=None):\n    if not isinstance(path, str):\n        raise TypeError(",
-    "    def __eq__(self, other):\n        if not isinstance(other, type(self)):\n            return NotImplemented\n"
-    "        return ",
+    (
+        "    def __eq__(self, other):\n        if not isinstance(other, type(self)):\n            return NotImplemented\n"
+        "        return "
+    ),
 )
 
 

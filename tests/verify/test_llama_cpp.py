@@ -12,7 +12,7 @@ from tests.conftest import EXAMPLE, checkpoint, shared
 from verify.engines.llama_cpp import Completion, Engine, EngineError, complete, tokenize
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
-from tests.oracles import transformers_model as reference  # noqa: E402  (after the skip)
+from tests.oracles import transformers_model as reference
 
 TOKENS = 64
 KINDS = ("dense", "moe")

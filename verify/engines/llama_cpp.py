@@ -5,6 +5,7 @@ The child loads the model, answers HTTP requests to itself, writes the answers t
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> list[dic
 
 
 def _child(job_file: str, answers_file: str) -> None:
-    import xllamacpp as x
+    x: Any = importlib.import_module("xllamacpp")  # ships no types
 
     job = json.loads(Path(job_file).read_text())
     engine = Engine(**job["engine"])

@@ -1,0 +1,65 @@
+"""Every command in README.md is one that works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from converter import cli
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for language, block in BLOCKS
+    if language == "sh"
+    for line in block.splitlines()
+    if line.startswith(("convert-mtp", "inspect-mtp"))
+]
+MAINS = {"convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main}
+
+
+def test_there_are_commands() -> None:
+    """The pattern above still finds them."""
+    assert len(COMMANDS) >= 7
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "examples/" not in " ".join(c)], ids=" ".join)
+def test_commands_for_models_that_are_not_here(command: list[str], capsys) -> None:
+    """They parse; what fails is the missing folder."""
+    if command[1].endswith(".gguf"):
+        pytest.skip("reads what another command of the page has written")
+    assert MAINS[command[0]](command[1:]) == 3
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_commands_for_the_example(tmp_path, monkeypatch) -> None:
+    """In the page's order, in a folder that has the example."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    ran = [MAINS[c[0]](c[1:]) for c in COMMANDS if "examples/" in " ".join(c) or c[1].startswith("tiny")]
+    assert ran == [0] * 4
+
+
+def test_python_block(tmp_path, monkeypatch, capsys) -> None:
+    """As printed."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    (block,) = (text for language, text in BLOCKS if language == "python")
+    exec(compile(block, "README.md", "exec"), {})
+    assert "tiny-Q4_K_M.gguf" in capsys.readouterr().out
+
+
+def test_types_and_options_are_those_of_the_program(capsys) -> None:
+    """The page and --help name the same types."""
+    from quant.mixes import MIXES
+
+    with pytest.raises(SystemExit):
+        cli.convert_main(["--help"])
+    shown = capsys.readouterr().out
+    for name in MIXES:
+        assert name in README
+        assert name in shown
