@@ -62,9 +62,9 @@ def read_model(folder: Path, *, with_head: bool = True) -> Model:
     table = _table_with_strays(config, architecture, named, strays, notes)
     _refuse_ghosts(checkpoint, architecture, table)
     wanted = [r for r in table.rules if with_head or r.role is not Role.MTP]
-    _refuse_missing(config, checkpoint, wanted, named)
     if with_head:
         _judge_announcement(config, table, notes)
+    _refuse_missing(config, checkpoint, wanted, named)
     dropped = _refuse_unnamed(config, table, named)
     sources = {rule.target: tuple(named[s] for s in rule.sources) for rule in wanted}
     for rule in wanted:
@@ -136,8 +136,18 @@ def _refuse_missing(config: Config, checkpoint: Checkpoint, rules: list[Rule], n
                 checkpoint.folder, some(missing),
                 expected=f"what {config.file.name} describes: {config.architecture()}",
                 found=f"{len(named)} tensors in {len(checkpoint.shards())} files",
-                hint="" if role is not Role.MTP else "fetch the file that holds them, or leave the head out: --no-mtp",
+                hint=_missing_hint(config, role),
             )  # fmt: skip
+
+
+def _missing_hint(config: Config, role: Role) -> str:
+    quantized = config.top.get("quantization_config") or config.text.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "unknown method") if isinstance(quantized, dict) else quantized
+        return f"these weights are quantized ({method}) and packed: convert the original checkpoint instead"
+    if role is Role.MTP:
+        return "fetch the file that holds them, or leave the head out: --no-mtp"
+    return "fetch the files that hold them; does config.json belong to this model?"
 
 
 def _judge_announcement(config: Config, table: Table, notes: list[str]) -> None:

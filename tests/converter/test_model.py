@@ -115,6 +115,25 @@ def test_s2_promised_head_that_is_not_there(tmp_path: Path, key: str) -> None:
     assert len(header.get("qwen35.attention.recurrent_layers")) == 4
 
 
+def test_s5_quantized_upstream_without_its_head(tmp_path: Path) -> None:
+    """S5: a packed trunk and a promise; first the head, then, with --no-mtp, what the packed weights are."""
+
+    def pack(tensors: Tensors) -> Tensors:
+        kept = drop("mtp.")(tensors)
+        for name in [n for n in kept if n.endswith("_proj.weight") and "visual" not in n]:
+            base = name.removesuffix("weight")
+            rows, columns = kept.pop(name).shape
+            kept[f"{base}qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+            kept[f"{base}scales"] = torch.ones(columns // 32, rows)
+        return kept
+
+    folder = variant(
+        EXAMPLE, tmp_path, tensors=pack, config=lambda c: c.update(quantization_config={"quant_method": "gptq"})
+    )
+    refused(folder, "promises an MTP head", "quantizing tool", "original repository")
+    refused(folder, "the trunk is not complete", "quantized (gptq)", "original checkpoint", with_head=False)
+
+
 def test_s2_honest_headless_checkpoint(tmp_path: Path) -> None:
     """S2: neither key nor tensors is no error; one line says that there is no head."""
     folder = variant(EXAMPLE, tmp_path / "model", tensors=drop("mtp."), config=no_key)
