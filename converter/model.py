@@ -63,8 +63,10 @@ def read_model(folder: Path, *, with_head: bool = True) -> Model:
     _refuse_ghosts(checkpoint, architecture, table)
     wanted = [r for r in table.rules if with_head or r.role is not Role.MTP]
     if with_head:
-        _judge_announcement(config, table, notes)
+        _refuse_broken_promise(config, table)
     _refuse_missing(config, checkpoint, wanted, named)
+    if with_head:
+        _compare_announcement(config, table, notes)
     dropped = _refuse_unnamed(config, table, named)
     sources = {rule.target: tuple(named[s] for s in rule.sources) for rule in wanted}
     for rule in wanted:
@@ -150,28 +152,37 @@ def _missing_hint(config: Config, role: Role) -> str:
     return "fetch the files that hold them; does config.json belong to this model?"
 
 
-def _judge_announcement(config: Config, table: Table, notes: list[str]) -> None:
-    key = next((k for k in _ANNOUNCING if config.get(k) is not None), None)
-    announced = config.integer(key, least=0) if key else 0
-    found = table.head_layers
-    if found and not announced:
-        notes.append(
-            f"config.json does not announce an MTP head, but the weights hold one of {found} layer(s): included"
-        )
-    elif announced and not found:
+def _announced(config: Config) -> tuple[str, int]:
+    """(key, number of head layers) as config.json has it; ("", 0) where it says nothing."""
+    key = next((k for k in _ANNOUNCING if config.get(k) is not None), "")
+    return key, config.integer(key, least=0) if key else 0
+
+
+def _refuse_broken_promise(config: Config, table: Table) -> None:
+    key, announced = _announced(config)
+    if announced and not table.head_layers:
         raise CheckpointError(
             "config.json promises an MTP head, but the weights hold none", config.file, tensor="mtp.*",
             expected=f"{announced} layer(s) ({key})", found="0 tensors",
             hint="a fine-tuning or quantizing tool most likely dropped it. Convert without: --no-mtp. Or put it back: "
             "copy the shards of the original repository that hold mtp.* into this folder",
         )  # fmt: skip
+
+
+def _compare_announcement(config: Config, table: Table, notes: list[str]) -> None:
+    key, announced = _announced(config)
+    found = table.head_layers
+    if not found:
+        notes.append("this model has no MTP head")
+    elif not announced:
+        notes.append(
+            f"config.json does not announce an MTP head, but the weights hold one of {found} layer(s): included"
+        )
     elif announced != found:
         raise CheckpointError(
             "config.json and the weights disagree about the MTP head", config.file, tensor="mtp.layers.*",
             expected=f"{announced} layer(s) ({key})", found=f"{found} layer(s)",
         )  # fmt: skip
-    elif not found:
-        notes.append("this model has no MTP head")
 
 
 def _refuse_unnamed(config: Config, table: Table, named: Mapping[str, TensorInfo]) -> dict[str, int]:
