@@ -170,7 +170,7 @@ def _quantize_strip(job: Job, rows: np.ndarray, raw: np.ndarray, outputs: Sequen
     try:
         x = raw if not changes_values(steps) else apply_values(_as_float32(raw), steps)
         for (_, tensor), out in zip(job.targets, outputs, strict=True):
-            quantize(x, tensor.type.name, out)
+            quantize(x, tensor.type.name, out=out)
     except QuantizationError as error:
         row, column = divmod(error.index, job.row_length)
         which, inside = (int(i[0]) for i in _origin(job, rows[row : row + 1]))

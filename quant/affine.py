@@ -1,31 +1,122 @@
-"""What Q4_K and Q5_K share: the search over all lanes' sub-blocks, and the quants from the stored scales."""
+"""What Q4_K and Q5_K share: the search over a batch of super-blocks, and the quants from the stored scales."""
 
 from __future__ import annotations
 
-from quant.arithmetic import ZERO
-from quant.kernel import inner
-from quant.lanes import load, nearest, splat, store
-from quant.search import gather_columns, mean_plus_magnitude, scale_and_minimum
+from collections.abc import Callable
+
+from quant.arithmetic import FirstBad
+from quant.importance import place_importance, put_weights, sum_of_squares
+from quant.lanes import (
+    batches,
+    WIDTH,
+    Memory,
+    Value,
+    absolute,
+    loop,
+    nearest,
+    number,
+    position,
+    room_per_lane,
+    select,
+    splat,
+    to_int,
+)
+from quant.pack import put_levels, put_six_bit_scales
+from quant.search import (
+    WEIGHTED,
+    Candidates,
+    column,
+    gather_columns,
+    positive_scale,
+    rms,
+    round_weighted,
+    scale_and_minimum,
+)
+
+BATCH = WIDTH // 8  # super-blocks whose sub-blocks fill the lanes
+PutQuants = Callable[[Memory, Value, Callable[[int], Value]], None]
 
 
-@inner
-def search_sub_blocks(x, start, top, first, step, steps, columns, weights, quants, scales, minimums, inverses, offsets):
-    """Search A on WIDTH sub-blocks of 32 from x[start] on; the last four arrays, float32 [WIDTH], take the result.
+def quantize_affine(  # noqa: PLR0913
+    x: Memory, out: Memory, blocks: Value, nbytes: int, top: int, candidates: Candidates, put: PutQuants
+) -> Value:
+    """Q4_K, Q5_K without importance; blocks >= BATCH. Returns the first bad block or -1."""
+    bad = FirstBad()
+    columns, weights = room_per_lane(32), room_per_lane(32)
+    scales, minimums, inverses, offsets = (room_per_lane(1) for _ in range(4))
+    for batch in batches(blocks, BATCH):
+        gather_columns(x, batch * 256, 32, columns)
+        mean = rms(columns, 32)
+        for j in range(32):
+            weights.store(j * WIDTH, mean + absolute(column(columns, j)))
+        found = scale_and_minimum(columns, weights, 32, top, candidates, weighted=False)
+        scales.store(0, found.scale)
+        minimums.store(0, splat(0.0) - found.minimum)
+        inverses.store(0, found.inverse)
+        offsets.store(0, found.offset)
+        for block in range(BATCH):
+            at = (batch + block) * nbytes
+            bad.note(batch + block, put_six_bit_scales(scales, minimums, block * 8, out, at))
+            put(out, at, _final(x, (batch + block) * 256, block * 8, scales, minimums, inverses, offsets, top, _nearest))
+    return bad.result()
 
-    A minimum is stored with its sign turned, as the format has it (>= 0).
-    """
-    gather_columns(x, start, 32, columns)
-    mean_plus_magnitude(columns, 32, weights)
-    scale, low, inverse, offset = scale_and_minimum(columns, weights, quants, 32, top, first, step, steps)
-    store(scales, 0, scale)
-    store(minimums, 0, splat(ZERO) - low)
-    store(inverses, 0, inverse)
-    store(offsets, 0, offset)
+
+def quantize_affine_weighted(  # noqa: PLR0913
+    x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value, nbytes: int, top: int, put: PutQuants
+) -> Value:
+    """Q4_K, Q5_K with one importance per column; blocks >= BATCH."""
+    bad = FirstBad()
+    columns, weights, places = room_per_lane(32), room_per_lane(32), room_per_lane(32)
+    scales, minimums, inverses, offsets, sums, spread = (room_per_lane(1) for _ in range(6))
+    for batch in batches(blocks, BATCH):
+        gather_columns(x, batch * 256, 32, columns)
+        place_importance(importance, batch, BATCH, 256, row, places)
+        for block in range(BATCH):
+            mean = (number(2.0) * sum_of_squares(x, (batch + block) * 256, 256)) / 256.0
+            for s in range(8):
+                spread[position(block * 8 + s)] = mean
+        put_weights(places, 32, spread.load(0), columns, weights)
+        total = splat(0.0)
+        for j in range(32):
+            total = total + column(weights, j)
+        sums.store(0, total)
+        found = scale_and_minimum(columns, weights, 32, top, WEIGHTED, weighted=True)
+        scales.store(0, found.scale)
+        minimums.store(0, splat(0.0) - found.minimum)
+        inverses.store(0, found.inverse)
+        offsets.store(0, found.offset)
+        for block in range(BATCH):
+            at, first = (batch + block) * nbytes, block * 8
+            sw = [sums[position(first + s)] for s in range(8)]
+            d, ls = positive_scale([scales[position(first + s)] for s in range(8)], sw, 63)
+            dmin, lm = positive_scale([minimums[position(first + s)] for s in range(8)], sw, 63)
+            levels = [to_int(v) for v in ls], [to_int(v) for v in lm]
+            bad.note(batch + block, put_levels(d, dmin, *levels, scales, minimums, first, out, at))
+            put(
+                out, at,
+                _final(x, (batch + block) * 256, first, scales, minimums, inverses, offsets, top, round_weighted),
+            )  # fmt: skip
+    return bad.result()
 
 
-@inner
-def final_quants(x, at, sub, scales, minimums, inverses, offsets, top):
-    """Quants of x[at : at + WIDTH] in sub-block `sub` from its decoded scale; the search's where that is 0."""
-    if scales[sub] != ZERO:
-        return nearest((load(x, at) + minimums[sub]) / scales[sub], ZERO, top)
-    return nearest((load(x, at) - offsets[sub]) * inverses[sub], ZERO, top)
+def _nearest(value: Value, top: int) -> Value:
+    return nearest(value, 0, top)
+
+
+def _final(  # noqa: PLR0913
+    x: Memory, start: Value, first: int, scales: Memory, minimums: Memory, inverses: Memory, offsets: Memory,
+    top: int, rounding: Callable[[Value, int], Value],
+) -> Callable[[int], Value]:  # fmt: skip
+    """Quants of WIDTH elements of a super-block from its decoded scales; the search's own where a scale is 0."""
+
+    def quants(j: int) -> Value:
+        sub = position(first + j // 32)
+        scale = scales[sub]
+        value = x.load(start + j)
+        stored = nearest((value + minimums[sub]) / scale, 0, top)
+        searched = rounding(splat(inverses[sub]) * (value - offsets[sub]), top)
+        return to_int(select(scale != 0, stored, searched))
+
+    return quants
+
+

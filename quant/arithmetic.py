@@ -1,73 +1,66 @@
-"""Scalar float16 and rounding exactly as ggml does them, for the few values a block stores (spec/quant.md, section 1)."""
+"""float16 and the conversions of ggml, exactly as its x86 build does them (spec/quant.md, section 1)."""
 
 from __future__ import annotations
 
-import numpy as np
+from quant.lanes import Memory, Operand, Value, Variable, absolute, float_bits, from_bits, position, select, var
 
-from quant.kernel import inner
-from quant.lanes import F32, absolute, float_bits, from_bits, select
-
-ZERO, ONE = F32(0), F32(1)
-_MAGIC = F32(12582912.0)
-EPSILON = F32(1e-15)
-INFINITY = F32(np.inf)
-_F16_INFINITY = 0x7C00
+EPSILON = 1e-15
+_INFINITE_HALF = 0x7C00
 
 
-@inner
-def nearest_int(value):
-    """Ggml's nearest_int: half to even up to 4194303, beyond that whatever the mantissa holds."""
-    return np.int32(float_bits(value + _MAGIC) & 0x7FFFFF) - np.int32(0x400000)
+def to_half(value: Value) -> Value:
+    """float32 to float16 bits as int32: nearest even, subnormals kept, overflow to infinity. Not for NaN."""
+    magnitude = absolute(value)
+    raw = float_bits(magnitude)
+    normal = (raw - 0x38000000 + 0xFFF + ((raw >> 13) & 1)) >> 13
+    # Adding 0.5 puts the unit of subnormals, 2^-24, at the end of the mantissa: the sum rounds to even.
+    subnormal = float_bits(magnitude + 0.5) - 0x3F000000
+    half = select(magnitude < 2.0**-14, subnormal, normal)
+    half = select(magnitude >= 65520.0, _INFINITE_HALF, half)
+    return half | ((float_bits(value) >> 16) & 0x8000)
 
 
-@inner
-def to_half(value):
-    """float32 to float16 bits: nearest even, subnormals kept, overflow to infinity. value must not be NaN."""
-    raw = np.int64(float_bits(value)) & 0xFFFFFFFF
-    sign = (raw >> 16) & 0x8000
-    magnitude = raw & 0x7FFFFFFF
-    if magnitude >= 0x477FF000:  # 65520 and above round to infinity
-        return sign | _F16_INFINITY
-    if magnitude >= 0x38800000:  # 2^-14: a normal float16
-        return sign | ((magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13)
-    # Subnormal: adding 0.5 puts the unit 2^-24 at the end of the mantissa, and the addition rounds to even.
-    shifted = from_bits(np.int32(magnitude)) + F32(0.5)
-    return sign | (np.int64(float_bits(shifted)) - 0x3F000000)
+def from_half(half: Value) -> Value:
+    """float16 bits to float32; exact, subnormals included. Not for infinities and NaN."""
+    magnitude = from_bits((half & 0x7FFF) << 13) * 2.0**112
+    return from_bits(float_bits(magnitude) | ((half & 0x8000) << 16))
 
 
-@inner
-def from_half(half):
-    """float16 bits to float32; exact. half must not be an infinity or NaN."""
-    sign = (half & 0x8000) << 16
-    exponent = (half >> 10) & 0x1F
-    mantissa = half & 0x3FF
-    if exponent == 0:
-        value = F32(mantissa) * F32(2.0**-24)
-        return -value if sign else value
-    return from_bits(np.int32(sign | ((exponent + 112) << 23) | (mantissa << 13)))
-
-
-@inner
-def put_half(out, at, value):
-    """Store value as float16 at byte `at` and return it as stored; an infinity there tells that it does not fit."""
+def put_half(out: Memory, at: Value, value: Value) -> tuple[Value, Value]:
+    """Store value as float16 at byte `at`. Returns (the value as stored, whether it fits)."""
     half = to_half(value)
-    out[at] = half & 0xFF
+    out[at] = half
     out[at + 1] = half >> 8
-    if (half & _F16_INFINITY) == _F16_INFINITY:
-        return INFINITY
-    return from_half(half)
+    return from_half(half), (half & 0x7FFF) < _INFINITE_HALF
 
 
-@inner
-def reciprocal(value):
+def get_half(data: Memory, at: Value) -> Value:
+    """The float16 at byte `at` as float32."""
+    return from_half(data[at] | (data[at + 1] << 8))
+
+
+def reciprocal(value: Value) -> Value:
     """1 / value, or 0 for 0."""
-    return ONE / value if value != ZERO else ZERO
+    return select(value != 0, 1.0 / value, 0.0)
 
 
-@inner
-def castable(lanes):
-    """Float lanes with 0 for what no int32 holds: x86 converts that to INT_MIN, of which the reference keeps 8 bits.
+def castable(value: Value) -> Value:
+    """0 for what no int32 holds: x86 converts that to INT_MIN, of which the reference keeps the low 8 bits.
 
     It occurs where a block is so small that the inverse of its scale is infinite.
     """
-    return select(absolute(lanes) < F32(2147483648.0), lanes, ZERO)
+    return select(absolute(value) < 2147483648.0, value, 0.0)
+
+
+class FirstBad:
+    """The first block that cannot be stored: the result of a kernel, -1 for none."""
+
+    def __init__(self) -> None:
+        self._block: Variable = var(position(-1))
+
+    def note(self, block: Operand, fits: Value) -> None:
+        """Remember the block where it does not fit and none before it did."""
+        self._block.set(select(~fits & (self._block < 0), position(block), self._block))
+
+    def result(self) -> Value:
+        return Value(self._block.ir)

@@ -11,7 +11,9 @@ from quant.scan import first_not_finite
 _INPUTS = (np.float32, np.float16, np.uint16)
 
 
-def quantize(x: np.ndarray, kind: BlockType, out: np.ndarray | None = None) -> np.ndarray:
+def quantize(
+    x: np.ndarray, kind: BlockType, weights: np.ndarray | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
     """See `quant.quantize`."""
     if x.dtype not in _INPUTS:
         raise TypeError(f"cannot quantize {x.dtype}: float32, float16 or bfloat16 bits as uint16 are expected")
@@ -28,24 +30,75 @@ def quantize(x: np.ndarray, kind: BlockType, out: np.ndarray | None = None) -> n
     bad = first_not_finite(flat)
     if bad >= 0:
         raise QuantizationError("NaN or infinity", kind.name, bad)
-    bits = flat.view(np.int16) if flat.dtype == np.float16 else flat  # how kernels know float16
-    _run(bits, kind, out.reshape(-1))
+    if weights is not None and hasattr(kind.kernels(), "quantize_weighted"):
+        bad = _run_weighted(flat, kind, _checked_weights(weights, x.shape[-1], kind), out.reshape(-1))
+    else:
+        bad = _run(flat, kind, out.reshape(-1))
+    if bad >= 0:
+        raise QuantizationError("too large for this type", kind.name, bad * kind.block)
     return out
 
 
-def _run(x: np.ndarray, kind: BlockType, out: np.ndarray) -> None:
-    """Whole batches at once; what is left over is padded with zeros to one batch."""
+def dequantize(data: np.ndarray, kind: BlockType) -> np.ndarray:
+    """See `quant.dequantize`."""
+    if data.dtype != np.uint8 or data.ndim == 0 or data.shape[-1] % kind.nbytes:
+        raise ValueError(f"{data.dtype} {data.shape} is not rows of {kind.nbytes}-byte blocks ({kind.name})")
+    if not kind.can_write:
+        raise UnknownTypeError(f"{kind.name} is not known to this version's kernels")
+    flat = np.ascontiguousarray(data).reshape(-1)
+    blocks = len(flat) // kind.nbytes
+    module = kind.kernels()
+    least = max(blocks, module.BATCH)
+    out = np.empty(least * kind.block, np.float32)
+    module.dequantize(flat if least == blocks else _padded(flat, least * kind.nbytes), out, least)
+    return out[: blocks * kind.block].reshape(*data.shape[:-1], -1)
+
+
+def _checked_weights(weights: np.ndarray, row: int, kind: BlockType) -> np.ndarray:
+    if weights.shape != (row,) or weights.dtype != np.float32:
+        raise ValueError(f"weights must be float32 [{row}], not {weights.dtype} {weights.shape}")
+    bad = first_not_finite(np.ascontiguousarray(weights))
+    if bad >= 0:
+        raise QuantizationError("NaN or infinity among the weights", kind.name, bad)
+    return np.ascontiguousarray(weights)
+
+
+def _run(x: np.ndarray, kind: BlockType, out: np.ndarray) -> int:
+    """The first bad block or -1."""
     module = kind.kernels()
     blocks = len(x) // kind.block
-    whole = blocks - blocks % module.BATCH
-    bad = module.quantize(x[: whole * kind.block], out[: whole * kind.nbytes])
-    if whole < blocks:
-        rest = np.zeros(module.BATCH * kind.block, x.dtype)
-        rest[: len(x) - whole * kind.block] = x[whole * kind.block :]
-        packed = np.empty(module.BATCH * kind.nbytes, np.uint8)
-        bad_rest = module.quantize(rest, packed)
-        out[whole * kind.nbytes :] = packed[: (blocks - whole) * kind.nbytes]
-        if bad < 0 <= bad_rest:
-            bad = whole + bad_rest
-    if bad >= 0:
-        raise QuantizationError("too large for this type", kind.name, int(bad) * kind.block)
+    if not blocks:
+        return -1
+    if blocks >= module.BATCH:
+        return module.quantize(x, out, blocks)
+    packed = np.empty(module.BATCH * kind.nbytes, np.uint8)
+    bad = module.quantize(_padded(x, module.BATCH * kind.block), packed, module.BATCH)
+    out[:] = packed[: len(out)]
+    return bad
+
+
+def _run_weighted(x: np.ndarray, kind: BlockType, weights: np.ndarray, out: np.ndarray) -> int:
+    module, row = kind.kernels(), len(weights)
+    blocks = len(x) // kind.block
+    if not blocks:
+        return -1
+    least = max(blocks, module.WEIGHTED_BATCH)
+    source = x if least == blocks else _padded(x, least * kind.block)
+    packed = out if least == blocks else np.empty(least * kind.nbytes, np.uint8)
+    extra: list[np.ndarray] = []
+    if getattr(module, "ROW_MEANS", False):
+        from quant.importance import row_means
+
+        means = np.zeros(-(-len(source) // row), np.float32)
+        row_means(x, means, len(x) // row, row)
+        extra.append(means)
+    bad = module.quantize_weighted(source, weights, *extra, packed, least, row)
+    if packed is not out:
+        out[:] = packed[: len(out)]
+    return bad
+
+
+def _padded(x: np.ndarray, length: int) -> np.ndarray:
+    padded = np.zeros(length, x.dtype)
+    padded[: len(x)] = x
+    return padded

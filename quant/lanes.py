@@ -1,400 +1,493 @@
-"""SIMD lanes as a Numba value type: a kernel reads like the scalar algorithm and runs on a whole vector.
+"""SIMD lanes: kernels that read like the scalar algorithm and become vector instructions.
 
-A value of `lanes` type is an LLVM vector of WIDTH float32, WIDTH int32 or WIDTH booleans (a mask). Every operation is
-one IEEE operation per lane in the order written: nothing is contracted or reassociated, so a lane has exactly the bits
-of the scalar sequence. Scalars mix with lanes only as float32 (or an integer beside int lanes), because a Python float
-or an int64 would promote the arithmetic to float64 without a word.
+A kernel is a Python function that runs once, with values that stand for registers: every operation on them emits one
+LLVM instruction. Nothing is contracted or reassociated, so each lane has exactly the bits of the scalar sequence, and
+nothing is typed or guessed: building a kernel takes milliseconds, LLVM does the rest.
 
-    lanes      +  -  *  /  <  <=  >  >=  ==  !=      float32 per lane
-    int lanes  +  -  &  |  <<  >>                    int32 per lane
-    masks      &  |  ~
+    values       float32, int32 (int64 for positions) and bool; alone or as lanes of WIDTH. Mixed, a scalar is splatted;
+                 a Python number takes the type of its partner, so 0.1 is the float32 0.1, as C's 0.1f.
+    range(...)   unrolled while building; loop(...) is a loop of the machine. `break` is not possible in either's sense.
+    var(x)       a variable: reads as its value, changes by .set(y). Everything else is immutable.
+    when(c)      a branch, as `with when(c):`. Lanes are chosen between by select(mask, yes, no).
 
-WIDTH is 16 on hosts with AVX-512F, else 8; `CONVERT_MTP_LANES` overrides it (the tests run both).
+WIDTH is 16: on AVX-512 one register, on AVX2 and NEON two or four, whose chains of dependent operations overlap.
+`CONVERT_MTP_LANES=8` narrows it (the tests run both).
 """
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.datamodel.models import PrimitiveModel
-from numba.extending import intrinsic, lower_builtin, register_model, type_callable
-
-F32 = np.float32
-Value = Any  # an LLVM value; llvmlite's own annotations are too loose to check against
-MAGIC = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the mantissa
 
 
 def _width() -> int:
-    chosen = os.environ.get("CONVERT_MTP_LANES")
-    if chosen is not None:
-        if chosen not in {"8", "16"}:
-            raise ValueError(f"CONVERT_MTP_LANES must be 8 or 16, not {chosen!r}")
-        return int(chosen)
-    return 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+    chosen = os.environ.get("CONVERT_MTP_LANES", "16")
+    if chosen not in {"8", "16"}:
+        raise ValueError(f"CONVERT_MTP_LANES must be 8 or 16, not {chosen!r}")
+    return int(chosen)
 
 
 WIDTH = _width()
-_I32 = ir.IntType(32)
-_ELEMENTS = {"float": ir.FloatType(), "int": _I32, "mask": ir.IntType(1)}
+F32 = np.float32
+_FLOAT, _HALF, _BOOL = ir.FloatType(), ir.HalfType(), ir.IntType(1)
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the mantissa
+Number = int | float | np.floating
 
 
-class LaneType(types.Type):
-    """Numba type of WIDTH lanes; `element` is "float", "int" or "mask"."""
+class _Building:
+    """The function that is being built; there is one at a time."""
 
-    def __init__(self, element: str) -> None:
-        self.element = element
-        super().__init__(name=f"{element}_x{WIDTH}")
+    builder: ir.IRBuilder
 
 
-class FloatLanes(LaneType):
-    """WIDTH float32."""
-
-    def __init__(self) -> None:
-        super().__init__("float")
+def _b() -> Any:
+    return _Building.builder
 
 
-class IntLanes(LaneType):
-    """WIDTH int32."""
-
-    def __init__(self) -> None:
-        super().__init__("int")
+def begin(builder: ir.IRBuilder) -> None:
+    """Let all operations emit here from now on."""
+    _Building.builder = builder
 
 
-class MaskLanes(LaneType):
-    """WIDTH booleans, what a comparison gives."""
+class Value:
+    """A register: scalar or lanes of float32, integers or booleans."""
 
-    def __init__(self) -> None:
-        super().__init__("mask")
+    def __init__(self, register: Any) -> None:
+        self._register = register
+
+    @property
+    def ir(self) -> Any:
+        return self._register
+
+    @property
+    def kind(self) -> Any:
+        """LLVM type, of one lane."""
+        kind = self.ir.type
+        return kind.element if isinstance(kind, ir.VectorType) else kind
+
+    @property
+    def is_lanes(self) -> bool:
+        return isinstance(self.ir.type, ir.VectorType)
+
+    def __add__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, "fadd", "add")
+
+    def __radd__(self, other: Operand) -> Value:
+        return _arithmetic(other, self, "fadd", "add")
+
+    def __sub__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, "fsub", "sub")
+
+    def __rsub__(self, other: Operand) -> Value:
+        return _arithmetic(other, self, "fsub", "sub")
+
+    def __mul__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, "fmul", "mul")
+
+    def __rmul__(self, other: Operand) -> Value:
+        return _arithmetic(other, self, "fmul", "mul")
+
+    def __truediv__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, "fdiv", None)
+
+    def __rtruediv__(self, other: Operand) -> Value:
+        return _arithmetic(other, self, "fdiv", None)
+
+    def __floordiv__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, None, "sdiv")  # of positions, never negative
+
+    def __mod__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, None, "srem")
+
+    def __and__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, None, "and_")
+
+    def __or__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, None, "or_")
+
+    def __lshift__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, None, "shl")
+
+    def __rshift__(self, other: Operand) -> Value:
+        return _arithmetic(self, other, None, "ashr")
+
+    def __invert__(self) -> Value:
+        return Value(_b().not_(self.ir))
+
+    def __neg__(self) -> Value:
+        return Value(_b().fneg(self.ir)) if self.kind == _FLOAT else 0 - self
+
+    def __lt__(self, other: Operand) -> Value:
+        return _compare(self, other, "<")
+
+    def __le__(self, other: Operand) -> Value:
+        return _compare(self, other, "<=")
+
+    def __gt__(self, other: Operand) -> Value:
+        return _compare(self, other, ">")
+
+    def __ge__(self, other: Operand) -> Value:
+        return _compare(self, other, ">=")
+
+    def __eq__(self, other: Operand) -> Value:  # type: ignore[override]  # comparing registers gives a register
+        return _compare(self, other, "==")
+
+    def __ne__(self, other: Operand) -> Value:  # type: ignore[override]  # see __eq__
+        return _compare(self, other, "!=")
+
+    __hash__ = None  # type: ignore[assignment]  # equality is an instruction
+
+    def __bool__(self) -> bool:
+        raise TypeError("a register has no truth while the kernel is being built: use when() or select()")
 
 
-FLOAT, INT, MASK = FloatLanes(), IntLanes(), MaskLanes()
-_VECTOR = {kind: ir.VectorType(element, WIDTH) for kind, element in _ELEMENTS.items()}
+class Variable(Value):
+    """A place that is read where it is used; LLVM makes registers of it."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+
+    @property
+    def ir(self) -> Any:
+        return _b().load(self._place)
+
+    def set(self, value: Operand) -> None:
+        _b().store(_like(value, self).ir, self._place)
 
 
-@register_model(FloatLanes)
-@register_model(IntLanes)
-@register_model(MaskLanes)
-class _LaneModel(PrimitiveModel):
-    def __init__(self, dmm, fe_type) -> None:
-        super().__init__(dmm, fe_type, _VECTOR[fe_type.element])
+Operand = Value | Number
 
 
-def operation(emitter: Callable) -> Any:
-    """A function on lanes that kernels call; `emitter` says its type and emits its instructions."""
-    return intrinsic(emitter)
+def _like(value: Operand, partner: Value) -> Value:
+    """The value with the type of its partner: numbers converted, scalars splatted."""
+    if not isinstance(value, Value):
+        number = float(F32(value)) if partner.kind == _FLOAT else int(value)
+        value = Value(ir.Constant(partner.kind, number))
+    if value.kind != partner.kind:
+        if value.kind == _I32 and partner.kind == _I64:
+            value = Value(_b().sext(value.ir, _I64))
+        else:
+            raise TypeError(f"operands of different types: {value.ir.type} and {partner.ir.type}")
+    return splat(value) if partner.is_lanes and not value.is_lanes else value
 
 
-# --- operators ---------------------------------------------------------------------------------------------------
+def _pair(a: Operand, b: Operand) -> tuple[Value, Value]:
+    if not isinstance(a, Value) or (isinstance(b, Value) and (b.is_lanes or b.kind == _I64) and not a.is_lanes):
+        assert isinstance(b, Value), "at least one operand is a register"
+        return _like(a, b), _like(b, b)
+    return _like(a, a), _like(b, a)
 
 
-def _splat(builder: ir.IRBuilder, scalar: Value) -> Value:
-    vector = ir.VectorType(scalar.type, WIDTH)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+def _arithmetic(a: Operand, b: Operand, on_float: str | None, on_integer: str | None) -> Value:
+    left, right = _pair(a, b)
+    name = on_float if left.kind == _FLOAT else on_integer
+    if name is None:
+        raise TypeError(f"this operation is not for {left.ir.type}")
+    return Value(getattr(_b(), name)(left.ir, right.ir))
+
+
+def _compare(a: Operand, b: Operand, sign: str) -> Value:
+    left, right = _pair(a, b)
+    if left.kind == _FLOAT:
+        # Ordered comparisons are false on NaN, as C's are; only != is true there.
+        emit = _b().fcmp_unordered if sign == "!=" else _b().fcmp_ordered
+        return Value(emit(sign, left.ir, right.ir))
+    return Value(_b().icmp_signed(sign, left.ir, right.ir))
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+def splat(value: Operand) -> Value:
+    """All lanes hold one value; a Python float becomes float32, an int int32."""
+    if not isinstance(value, Value):
+        value = Value(ir.Constant(_I32 if isinstance(value, int) else _FLOAT, value if isinstance(value, int) else float(F32(value))))
+    vector = ir.VectorType(value.kind, WIDTH)
+    one = _b().insert_element(ir.Constant(vector, ir.Undefined), value.ir, ir.Constant(_I32, 0))
     zeros = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+    return Value(_b().shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros))
 
 
-def _as_lanes(builder: ir.IRBuilder, value: Value, kind: Any) -> Value:
-    if isinstance(kind, LaneType):
-        return value
-    if isinstance(kind, types.Integer):
-        value = builder.trunc(value, _I32) if kind.bitwidth > 32 else value  # pyright: ignore[reportAttributeAccessIssue]
-    return _splat(builder, value)
+def number(value: Number) -> Value:
+    """A scalar constant: float32 for a float, int32 for an int."""
+    return Value(ir.Constant(_I32, value) if isinstance(value, int) else ir.Constant(_FLOAT, float(F32(value))))
 
 
-def _is(kind: Any, lane: LaneType) -> bool:
-    """Whether a value may stand where lanes of this kind do: the lanes themselves, or the scalar to be splatted."""
-    if kind == lane:
-        return True
-    if lane is FLOAT:
-        return kind == types.float32
-    return lane is INT and isinstance(kind, types.Integer) and kind.bitwidth >= 32  # pyright: ignore[reportAttributeAccessIssue]
+def position(value: Operand) -> Value:
+    """A value as int64: where something is."""
+    if not isinstance(value, Value):
+        return Value(ir.Constant(_I64, int(value)))
+    return value if value.kind == _I64 else Value(_b().sext(value.ir, _I64))
 
 
-def _binary(op: Callable, operand: LaneType, result: LaneType, emit: Callable) -> None:
-    @type_callable(op)
-    def _typing(_context):
-        def typer(a, b):
-            lanes = operand in {a, b}
-            return result if lanes and _is(a, operand) and _is(b, operand) else None
-
-        return typer
-
-    def lower(_context, builder, signature, args):
-        return emit(builder, *(_as_lanes(builder, v, t) for v, t in zip(args, signature.args, strict=True)))
-
-    scalar = {FLOAT: types.float32, INT: types.Integer, MASK: None}[operand]
-    lower_builtin(op, type(operand), type(operand))(lower)
-    if scalar is not None:
-        lower_builtin(op, type(operand), scalar)(lower)
-        lower_builtin(op, scalar, type(operand))(lower)
+def var(value: Operand) -> Variable:
+    """A variable with a first value."""
+    start = value if isinstance(value, Value) else number(value)
+    place = _in_entry(start.ir.type)
+    _b().store(start.ir, place)
+    return Variable(place)
 
 
-def _compare(sign: str) -> Callable:
-    # Ordered comparisons are false on NaN, as C's are; only != is true there.
-    emit = ir.IRBuilder.fcmp_unordered if sign == "!=" else ir.IRBuilder.fcmp_ordered
-    return lambda builder, a, b: emit(builder, sign, a, b)
+def _in_entry(kind: Any) -> Any:
+    """Stack space, taken once however often the code around runs."""
+    entry = _b().function.entry_basic_block
+    with _b().goto_block(entry):
+        _b().position_at_start(entry)
+        return _b().alloca(kind)
 
 
-for _op, _emit in {
-    operator.add: ir.IRBuilder.fadd,
-    operator.sub: ir.IRBuilder.fsub,
-    operator.mul: ir.IRBuilder.fmul,
-    operator.truediv: ir.IRBuilder.fdiv,
-}.items():
-    _binary(_op, FLOAT, FLOAT, _emit)
-for _op, _sign in {
-    operator.lt: "<",
-    operator.le: "<=",
-    operator.gt: ">",
-    operator.ge: ">=",
-    operator.eq: "==",
-    operator.ne: "!=",
-}.items():
-    _binary(_op, FLOAT, MASK, _compare(_sign))
-for _op, _emit in {
-    operator.add: ir.IRBuilder.add,
-    operator.sub: ir.IRBuilder.sub,
-    operator.and_: ir.IRBuilder.and_,
-    operator.or_: ir.IRBuilder.or_,
-    operator.lshift: ir.IRBuilder.shl,
-    operator.rshift: ir.IRBuilder.ashr,
-}.items():
-    _binary(_op, INT, INT, _emit)
-for _op, _emit in {operator.and_: ir.IRBuilder.and_, operator.or_: ir.IRBuilder.or_}.items():
-    _binary(_op, MASK, MASK, _emit)
+def select(condition: Value, yes: Operand, no: Operand) -> Value:
+    """`yes` where the condition holds, else `no`; lane by lane for a mask."""
+    registers = [v for v in (yes, no) if isinstance(v, Value)] or [number(yes)]  # type: ignore[list-item]  # numbers
+    partner = next((v for v in registers if v.is_lanes), registers[0])
+    if condition.is_lanes and not partner.is_lanes:
+        partner = splat(partner)
+    return Value(_b().select(condition.ir, _like(yes, partner).ir, _like(no, partner).ir))
 
 
-@type_callable(operator.invert)
-def _invert_typing(_context):
-    return lambda a: MASK if a == MASK else None
+def larger(a: Operand, b: Operand) -> Value:
+    """a > b ? a : b, as C's MAX macro."""
+    left, right = _pair(a, b)
+    return select(left > right, left, right)
 
 
-@lower_builtin(operator.invert, MaskLanes)
-def _invert(_context, builder, _signature, args):
-    return builder.not_(args[0])
+def smaller(a: Operand, b: Operand) -> Value:
+    """a < b ? a : b, as C's MIN macro."""
+    left, right = _pair(a, b)
+    return select(left < right, left, right)
 
 
-# --- functions ---------------------------------------------------------------------------------------------------
+def _intrinsic(name: str, result: Any, *args: Value) -> Value:
+    kind = ir.FunctionType(result, [a.ir.type for a in args])
+    module = _b().module
+    function = module.globals.get(name) or ir.Function(module, kind, name)
+    return Value(_b().call(function, [a.ir for a in args]))
 
 
-def _vector_intrinsic(builder: ir.IRBuilder, name: str, *args: Value) -> Value:
-    """Call llvm.NAME.vNf32; llvmlite cannot derive the overloaded name of a vector by itself."""
-    vector = _VECTOR["float"]
-    kind = ir.FunctionType(vector, [vector] * len(args))
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{WIDTH}f32"), args)
+def _suffix(value: Value) -> str:
+    return f"v{WIDTH}f32" if value.is_lanes else "f32"
 
 
-@operation
-def splat(_typing, value):
-    """All lanes hold one float32 (or one integer)."""
-    if value != types.float32 and not isinstance(value, types.Integer):
-        return None
-    result = FLOAT if value == types.float32 else INT
-    return result(value), lambda _c, builder, sig, args: _as_lanes(builder, args[0], sig.args[0])
+def absolute(value: Value) -> Value:
+    """|value|, by clearing the sign bit."""
+    return _intrinsic(f"llvm.fabs.{_suffix(value)}", value.ir.type, value)
 
 
-@operation
-def select(_typing, mask, yes, no):
-    """Per lane `yes` where the mask holds, else `no`; scalars are splatted."""
-    result = next((t for t in (FLOAT, INT) if _is(yes, t) and _is(no, t)), None)
-    if mask != MASK or result is None:
-        return None
-
-    def emit(_context, builder, signature, args):
-        yes, no = (_as_lanes(builder, v, t) for v, t in zip(args[1:], signature.args[1:], strict=True))
-        return builder.select(args[0], yes, no)
-
-    return result(mask, yes, no), emit
-
-
-@operation
-def absolute(_typing, value):
-    """|value| by clearing the sign bit."""
-    return FLOAT(value), lambda _c, builder, _s, args: _vector_intrinsic(builder, "fabs", args[0])
-
-
-@operation
-def square_root(_typing, value):
+def square_root(value: Value) -> Value:
     """IEEE square root, correctly rounded."""
-    return FLOAT(value), lambda _c, builder, _s, args: _vector_intrinsic(builder, "sqrt", args[0])
+    return _intrinsic(f"llvm.sqrt.{_suffix(value)}", value.ir.type, value)
 
 
-@operation
-def truncate(_typing, value):
+def truncate(value: Value) -> Value:
     """Rounded towards zero, still float."""
-    return FLOAT(value), lambda _c, builder, _s, args: _vector_intrinsic(builder, "trunc", args[0])
+    return _intrinsic(f"llvm.trunc.{_suffix(value)}", value.ir.type, value)
 
 
-@operation
-def to_int(_typing, value):
-    """Float lanes to int lanes, towards zero; the values must fit."""
-    return INT(value), lambda _c, builder, _s, args: builder.fptosi(args[0], _VECTOR["int"])
+def to_int(value: Value) -> Value:
+    """float32 to int32, towards zero; the value must fit."""
+    return Value(_b().fptosi(value.ir, _kind_like(value, _I32)))
 
 
-@operation
-def nearest(_typing, value, low, high):
-    """Ggml's nearest_int, clamped to low...high (integers of type float32), as float lanes.
+def to_float(value: Value) -> Value:
+    """An integer to float32."""
+    return Value(_b().sitofp(value.ir, _kind_like(value, _FLOAT)))
+
+
+def float_bits(value: Value) -> Value:
+    """The bits of float32 as int32."""
+    return Value(_b().bitcast(value.ir, _kind_like(value, _I32)))
+
+
+def from_bits(value: Value) -> Value:
+    """The float32 with these bits."""
+    return Value(_b().bitcast(value.ir, _kind_like(value, _FLOAT)))
+
+
+def _kind_like(value: Value, kind: Any) -> Any:
+    return ir.VectorType(kind, WIDTH) if value.is_lanes else kind
+
+
+def nearest(value: Value, low: int, high: int) -> Value:
+    """ggml's nearest_int, clamped to low ... high, as float.
 
     Round half to even for |value| <= 4194303. Outside, and for infinities and NaN, the reference takes whatever stands
     in the mantissa after the magic addition; the bit operations here give the same (spec/quant.md, section 1).
     """
-    if value != FLOAT or low != types.float32 or high != types.float32:
-        return None
-
-    def emit(_context, builder, _signature, args):
-        ints = _VECTOR["int"]
-
-        def const(n: int) -> Value:
-            return ir.Constant(ints, [n] * WIDTH)
-
-        # The field of an integer k in -2^22 ... 2^22 - 1 is k + 0x400000, so clamping and decoding stay there.
-        magic = _splat(builder, ir.Constant(ir.FloatType(), MAGIC))
-        limits = [_splat(builder, builder.fadd(v, ir.Constant(ir.FloatType(), MAGIC))) for v in args[1:]]
-        low_field, high_field = (builder.and_(builder.bitcast(v, ints), const(0x7FFFFF)) for v in limits)
-        field = builder.and_(builder.bitcast(builder.fadd(args[0], magic), ints), const(0x7FFFFF))
-        field = builder.select(builder.icmp_signed("<", field, low_field), low_field, field)
-        field = builder.select(builder.icmp_signed(">", field, high_field), high_field, field)
-        return builder.fsub(builder.bitcast(builder.or_(field, const(0x4B000000)), _VECTOR["float"]), magic)
-
-    return FLOAT(value, low, high), emit
+    # The field of an integer k in -2^22 ... 2^22 - 1 is k + 0x400000, so clamping and decoding stay there.
+    field = float_bits(value + _MAGIC) & 0x7FFFFF
+    field = larger(field, low + 0x400000)
+    field = smaller(field, high + 0x400000)
+    return from_bits(field | 0x4B000000) - _MAGIC
 
 
-@operation
-def bits(_typing, mask):
-    """The mask as an integer: bit i is lane i."""
-
-    def emit(_context, builder, _signature, args):
-        return builder.zext(builder.bitcast(args[0], ir.IntType(WIDTH)), ir.IntType(64))
-
-    return types.int64(mask), emit
+def nearest_within(value: Value, low: int, high: int) -> Value:
+    """`nearest` where |value| <= 4194303 is known: cheaper, the same."""
+    rounded = (value + _MAGIC) - _MAGIC
+    return smaller(larger(rounded, float(low)), float(high))
 
 
-def _pointer(context, builder, array_type, array, index, element: ir.Type, count: int):
-    data = context.make_array(array_type)(context, builder, array).data
-    address = builder.gep(data, [index])
-    return builder.bitcast(address, ir.VectorType(element, count).as_pointer())
+def nearest_int(value: Value) -> Value:
+    """ggml's nearest_int, as int32, unclamped."""
+    return (float_bits(value + _MAGIC) & 0x7FFFFF) - 0x400000
 
 
-# What a kernel may read: float32 as it is; bfloat16 as bits in uint16, float16 as bits in int16 (Numba has no half).
-_WIDEN = {types.float32: ir.FloatType(), types.int16: ir.HalfType(), types.uint16: ir.IntType(16)}
+def bits(mask: Value) -> Value:
+    """A mask as an int32: bit i is lane i."""
+    packed = _b().bitcast(mask.ir, ir.IntType(WIDTH))
+    return Value(_b().zext(packed, _I32))
 
 
-def _widened(builder: ir.IRBuilder, value: Value, dtype: Any) -> Value:
-    if dtype == types.int16:
-        return builder.fpext(value, _VECTOR["float"])
-    if dtype == types.uint16:
-        wide = builder.shl(builder.zext(value, _VECTOR["int"]), ir.Constant(_VECTOR["int"], [16] * WIDTH))
-        return builder.bitcast(wide, _VECTOR["float"])
-    return value
+def any_lane(mask: Value) -> Value:
+    """Whether the mask holds in some lane."""
+    return bits(mask) != 0
 
 
-@operation
-def load(_typing, array, index):
-    """WIDTH consecutive values from array[index] on, as float lanes; float16 (int16) and bfloat16 (uint16) bits are widened."""
-    if not isinstance(array, types.Array) or array.dtype not in _WIDEN or not isinstance(index, types.Integer):
-        return None
-
-    def emit(context, builder, signature, args):
-        dtype = signature.args[0].dtype
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _WIDEN[dtype], WIDTH)
-        return _widened(builder, builder.load(pointer, align=dtype.bitwidth // 8), dtype)
-
-    return FLOAT(array, index), emit
+def all_lanes(mask: Value) -> Value:
+    """Whether the mask holds in every lane."""
+    return bits(mask) == (1 << WIDTH) - 1
 
 
-@operation
-def load_columns(_typing, array, index, stride):
-    """Lane i is array[index + i * stride]: the same element of WIDTH sub-blocks; widened as load does."""
-    if not isinstance(array, types.Array) or array.dtype not in _WIDEN:
-        return None
+def lane_numbers() -> Value:
+    """0, 1, 2, ... as int lanes."""
+    return Value(ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH))))
 
-    def emit(context, builder, signature, args):
-        array_type, index_type, stride_type = signature.args
-        dtype = array_type.dtype
-        data = context.make_array(array_type)(context, builder, args[0]).data
-        start = context.cast(builder, args[1], index_type, types.int64)
-        stride = context.cast(builder, args[2], stride_type, types.int64)
-        raw = ir.VectorType(_WIDEN[dtype], WIDTH)
-        value = ir.Constant(raw, ir.Undefined)
-        pointer = builder.bitcast(data, _WIDEN[dtype].as_pointer())
+
+def highest(lanes: Value) -> Value:
+    """The largest lane. No lane may be NaN; which zero is returned of two is open."""
+    return _reduce(lanes, larger)
+
+
+def lowest(lanes: Value) -> Value:
+    """The smallest lane. No lane may be NaN; which zero is returned of two is open."""
+    return _reduce(lanes, smaller)
+
+
+def _reduce(lanes: Value, choose: Any) -> Value:
+    width = WIDTH
+    while width > 1:
+        width //= 2
+        moved = [(i + width) % WIDTH for i in range(WIDTH)]
+        mask = ir.Constant(ir.VectorType(_I32, WIDTH), moved)
+        lanes = choose(lanes, Value(_b().shuffle_vector(lanes.ir, lanes.ir, mask)))
+    return Value(_b().extract_element(lanes.ir, ir.Constant(_I32, 0)))
+
+
+# --- control -----------------------------------------------------------------------------------------------------
+
+
+def loop(start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+    """A loop of the machine over start, start + step, ... below stop, as int64."""
+    builder = _b()
+    counter = var(position(start))
+    head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    builder.cbranch((counter < position(stop)).ir, body, end)
+    builder.position_at_end(body)
+    yield Value(counter.ir)
+    counter.set(counter + step)
+    builder.branch(head)
+    builder.position_at_end(end)
+
+
+def batches(count: Value, size: int) -> Iterator[Value]:
+    """Where batches of `size` begin that cover 0 ... count - 1; the last may overlap the one before. count >= size."""
+    for start in loop(0, count, size):
+        yield smaller(start, count - size)
+
+
+@contextmanager
+def when(condition: Value, *, rare: bool = False) -> Iterator[None]:
+    """What is inside happens only where the (scalar) condition holds."""
+    with _b().if_then(condition.ir, likely=False if rare else None):
+        yield
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+Stored = Literal["F32", "F16", "BF16", "U8"]
+_STORED = {"F32": _FLOAT, "F16": _HALF, "BF16": _I16, "U8": _I8}
+
+
+_ALIGN = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+
+
+def pointer_type(stored: Stored) -> Any:
+    """LLVM's type of a pointer to such values."""
+    return _STORED[stored].as_pointer()
+
+
+class Memory:
+    """An array in memory. Floats are read as float32, whatever they are stored as; bytes as int32."""
+
+    def __init__(self, pointer: Any, stored: Stored) -> None:
+        self.pointer, self.stored = pointer, stored
+
+    def load(self, at: Operand) -> Value:
+        """WIDTH consecutive values from `at` on."""
+        return self._widened(_b().load(self._at(at, lanes=True), align=_ALIGN[self.stored]))
+
+    def columns(self, at: Operand, stride: int) -> Value:
+        """Lane i is the value at `at` + i * stride: the same element of WIDTH sub-blocks."""
+        kind = _STORED[self.stored]
+        value: Any = ir.Constant(ir.VectorType(kind, WIDTH), ir.Undefined)
         for lane in range(WIDTH):
-            at = builder.add(start, builder.mul(stride, ir.Constant(ir.IntType(64), lane)))
-            one = builder.load(builder.gep(pointer, [at]))
-            value = builder.insert_element(value, one, ir.Constant(_I32, lane))
-        return _widened(builder, value, dtype)
+            one = _b().load(self._at(position(at) + lane * stride))
+            value = _b().insert_element(value, one, ir.Constant(_I32, lane))
+        return self._widened(value)
 
-    return FLOAT(array, index, stride), emit
+    def __getitem__(self, at: Operand) -> Value:
+        """One value."""
+        return self._widened(_b().load(self._at(at)))
 
+    def store(self, at: Operand, lanes: Value) -> None:
+        """WIDTH consecutive values; int lanes are cut to bytes (to 16 bits in BF16 and F16 memory)."""
+        kind = _STORED[self.stored]
+        value = lanes.ir
+        if self.stored != "F32":
+            width = 8 if self.stored == "U8" else 16
+            value = _b().trunc(value, ir.VectorType(ir.IntType(width), WIDTH))
+            kind = ir.IntType(width)
+        pointer = _b().bitcast(self._at(at, lanes=False), ir.VectorType(kind, WIDTH).as_pointer())
+        _b().store(value, pointer, align=_ALIGN[self.stored])
 
-@operation
-def store(_typing, array, index, value):
-    """Write lanes to array[index ...]: float lanes to a float32 array, int lanes as bytes to a uint8 array."""
-    if not isinstance(array, types.Array):
-        return None
-    if (array.dtype, value) not in {(types.float32, FLOAT), (types.uint8, INT), (types.uint16, INT)}:
-        return None
+    def __setitem__(self, at: Operand, value: Operand) -> None:
+        """One value; an int32 is cut to a byte."""
+        register = _like(value, number(0.0) if self.stored == "F32" else number(0)).ir
+        _b().store(register if self.stored == "F32" else _b().trunc(register, _STORED[self.stored]), self._at(at))
 
-    def emit(context, builder, signature, args):
-        dtype = signature.args[0].dtype
-        lanes = args[2]
-        element = ir.FloatType() if dtype == types.float32 else ir.IntType(dtype.bitwidth)
-        if dtype != types.float32:
-            lanes = builder.trunc(lanes, ir.VectorType(element, WIDTH))
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], element, WIDTH)
-        builder.store(lanes, pointer, align=dtype.bitwidth // 8)
-        return context.get_dummy_value()
+    def viewed(self, stored: Stored) -> Memory:
+        """The same bytes as values of another kind."""
+        return Memory(_b().bitcast(self.pointer, _STORED[stored].as_pointer()), stored)
 
-    return types.void(array, index, value), emit
+    def _at(self, at: Operand, *, lanes: bool = False) -> Any:
+        address = _b().gep(self.pointer, [position(at).ir])
+        return _b().bitcast(address, ir.VectorType(_STORED[self.stored], WIDTH).as_pointer()) if lanes else address
 
-
-@operation
-def float_bits(_typing, value):
-    """The bits of float lanes as int lanes, or of a float32 as an int32."""
-    result = INT if value == FLOAT else types.int32
-    target = _VECTOR["int"] if value == FLOAT else _I32
-    return result(value), lambda _c, builder, _s, args: builder.bitcast(args[0], target)
-
-
-@operation
-def from_bits(_typing, value):
-    """The float32 (or float lanes) with these bits: the inverse of float_bits."""
-    result = FLOAT if value == INT else types.float32
-    target = _VECTOR["float"] if value == INT else ir.FloatType()
-
-    def emit(_context, builder, signature, args):
-        value = args[0]
-        if isinstance(signature.args[0], types.Integer) and signature.args[0].bitwidth > 32:
-            value = builder.trunc(value, _I32)
-        return builder.bitcast(value, target)
-
-    return result(value), emit
+    def _widened(self, register: Any) -> Value:
+        value = Value(register)
+        if self.stored == "F16":
+            return Value(_b().fpext(register, _kind_like(value, _FLOAT)))
+        if self.stored == "BF16":
+            return from_bits(Value(_b().zext(register, _kind_like(value, _I32))) << 16)
+        if self.stored == "U8":
+            return Value(_b().zext(register, _kind_like(value, _I32)))
+        return value
 
 
-def _reduction(name: str, doc: str):
-    @operation
-    def reduce(_typing, value):
-        if value != FLOAT:
-            return None
-
-        def emit(_context, builder, _signature, args):
-            kind = ir.FunctionType(ir.FloatType(), [_VECTOR["float"]])
-            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v{WIDTH}f32")
-            return builder.call(function, args, fastmath=("nnan",))
-
-        return types.float32(value), emit
-
-    reduce.__doc__ = doc
-    return reduce
+def room(values: int) -> Memory:
+    """float32 on the stack for the time of the kernel; `values` at most a few thousand."""
+    place = _in_entry(ir.ArrayType(_FLOAT, values))
+    place.align = 64
+    return Memory(_b().bitcast(place, _FLOAT.as_pointer()), "F32")
 
 
-highest = _reduction("fmax", "The largest lane. No lane may be NaN; which zero is returned of two is open.")
-lowest = _reduction("fmin", "The smallest lane. No lane may be NaN; which zero is returned of two is open.")
+def room_per_lane(n: int) -> Memory:
+    """Room for n values of every lane."""
+    return room(n * WIDTH)

@@ -1,62 +1,188 @@
-"""Bit packing that several types share (spec/quant.md, section 2)."""
+"""Bit packing that several types share (spec/quant.md, section 2). Lanes run along the block here."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from quant.arithmetic import INFINITY, ZERO, castable, nearest_int, put_half
-from quant.kernel import inner
-from quant.lanes import F32, WIDTH, bits, load, select, store, to_int, truncate
+from quant.arithmetic import castable, get_half, put_half
+from quant.lanes import (
+    WIDTH,
+    Memory,
+    Operand,
+    Value,
+    absolute,
+    bits,
+    highest,
+    lane_numbers,
+    larger,
+    lowest,
+    nearest_int,
+    select,
+    smaller,
+    splat,
+    to_float,
+    to_int,
+    truncate,
+    var,
+    when,
+)
+
+Quants = Callable[[int], Value]  # from an element's place in the block to the int quants of WIDTH elements there
 
 
-@inner
-def _five_bit_quants(x, at, low, inverse, offset, top):
-    q = truncate(castable((load(x, at) - low) * inverse + offset))
-    return select(q > top, top, q)
-
-
-@inner
-def put_five_bits(x, start, low, inverse, offset, top, out, at):
-    """Quantize 32 values to min(top, trunc((x - low) * inverse + offset)): fifth bits in 4 bytes, then 16 of nibbles."""
-    fifth = 0
-    half = F32(16)
+def put_nibbles(out: Memory, at: Value, quants: Quants) -> None:
+    """32 quants of 4 bits in 16 bytes: byte j has element j below and element j + 16 above."""
     for j in range(0, 16, WIDTH):
-        a = _five_bit_quants(x, start + j, low, inverse, offset, top)
-        b = _five_bit_quants(x, start + j + 16, low, inverse, offset, top)
-        fifth |= (bits(a >= half) << j) | (bits(b >= half) << (j + 16))
-        a = to_int(select(a >= half, a - half, a))
-        b = to_int(select(b >= half, b - half, b))
-        store(out, at + 4 + j, a | (b << np.int32(4)))
+        out.store(at + j, quants(j) | (quants(j + 16) << 4))
+
+
+def put_five_bits(out: Memory, at: Value, quants: Quants) -> None:
+    """32 quants of 5 bits: the fifth bits in 4 bytes, then the others as nibbles."""
+    fifth: Operand = 0
+    for j in range(0, 32, WIDTH):
+        fifth = (bits(quants(j) > 15) << j) | fifth
     for i in range(4):
-        out[at + i] = (fifth >> (8 * i)) & 0xFF
+        assert isinstance(fifth, Value)
+        out[at + i] = fifth >> (8 * i)
+    put_nibbles(out, at + 4, lambda j: quants(j) & 15)
 
 
-@inner
-def put_six_bit_scales(scales, minimums, first, out, at, levels):
-    """The head of a Q4_K or Q5_K super-block: d, dmin and eight 6-bit scales and minimums in 16 bytes.
+def get_nibbles(data: Memory, at: Value) -> Quants:
+    """The inverse of put_nibbles, as int lanes."""
 
-    scales, minimums: float32, those of the super-block from index `first` on; they are replaced by what the stored
-    values decode to. Returns False where d or dmin does not fit in float16.
+    def quants(j: int) -> Value:
+        byte = data.load(at + j % 16)
+        return byte & 15 if j < 16 else byte >> 4  # noqa: PLR2004
+
+    return quants
+
+
+def get_five_bits(data: Memory, at: Value) -> Quants:
+    """The inverse of put_five_bits."""
+    low = get_nibbles(data, at + 4)
+
+    def quants(j: int) -> Value:
+        return low(j) | (_bit_lanes(data, at, j) << 4)
+
+    return quants
+
+
+def _bit_lanes(data: Memory, at: Value, j: int) -> Value:
+    """Bits j ... j + WIDTH - 1 of the bytes from `at` on, one per lane."""
+    word = data[at + j // 8]
+    for i in range(1, WIDTH // 8):
+        word = word | (data[at + j // 8 + i] << (8 * i))
+    return (splat(word) >> lane_numbers()) & 1
+
+
+# --- extremes of 32 values -----------------------------------------------------------------------------------------
+
+
+def largest_magnitude(x: Memory, start: Value) -> Value:
+    """max |x| of x[start : start + 32]."""
+    top = absolute(x.load(start))
+    for j in range(WIDTH, 32, WIDTH):
+        top = larger(absolute(x.load(start + j)), top)
+    return highest(top)
+
+
+def signed_extreme(x: Memory, start: Value) -> Value:
+    """The first value of largest magnitude of x[start : start + 32], with its sign; +0 for zeros."""
+    top = largest_magnitude(x, start)
+    return select(first_is_negative(x, start, lambda v: absolute(v) == top), -top, top)
+
+
+def first_is_negative(x: Memory, start: Value, holds: Callable[[Value], Value]) -> Value:
+    """Of the values of the block for which a condition holds, whether the first is below zero (-0 is not)."""
+    where: Operand = 0
+    negative: Operand = 0
+    for j in range(0, 32, WIDTH):
+        value = x.load(start + j)
+        where = (bits(holds(value)) << j) | where
+        negative = (bits(value < 0) << j) | negative
+    assert isinstance(where, Value)
+    assert isinstance(negative, Value)
+    return (where & -where & negative) != 0
+
+
+def bounds(x: Memory, start: Value) -> tuple[Value, Value]:
+    """(minimum, maximum) of x[start : start + 32]; of equal zeros the first one's sign, as a strict scan gives."""
+    low = high = x.load(start)
+    for j in range(WIDTH, 32, WIDTH):
+        value = x.load(start + j)
+        low, high = smaller(value, low), larger(value, high)
+    least, most = var(lowest(low)), var(highest(high))
+    with when(least == 0, rare=True):
+        where: Operand = 0
+        negative: Operand = 0
+        for j in range(0, 32, WIDTH):
+            value = x.load(start + j)
+            where = (bits(value == 0) << j) | where
+            negative = (bits(1.0 / value < 0) << j) | negative
+        assert isinstance(where, Value)
+        least.set(select((where & -where & negative) != 0, -0.0, 0.0))
+        most.set(select(most == 0, least, most))
+    return Value(least.ir), Value(most.ir)
+
+
+def truncated(value: Value, top: int) -> Value:
+    """min(top, trunc(value)) as int lanes, with x86's result for what no int32 holds."""
+    return to_int(truncate(smaller(castable(value), float(top))))
+
+
+# --- 6-bit scales ----------------------------------------------------------------------------------------------------
+
+
+def put_six_bit_scales(
+    scales: Memory, minimums: Memory, first: int, out: Memory, at: Value
+) -> Value:
+    """The head of a Q4_K or Q5_K super-block: d, dmin and eight 6-bit scales and minimums, 16 bytes.
+
+    scales, minimums: those of the super-block from index `first` on; they are replaced by what the stored values decode
+    to. Returns whether d and dmin fit in float16.
     """
-    most_scale, most_minimum = ZERO, ZERO
-    for s in range(8):
-        most_scale = max(most_scale, scales[first + s])
-        most_minimum = max(most_minimum, minimums[first + s])
-    inverse_scale = levels / most_scale if most_scale > ZERO else ZERO
-    inverse_minimum = levels / most_minimum if most_minimum > ZERO else ZERO
-    d = put_half(out, at, most_scale / levels)
-    dmin = put_half(out, at + 2, most_minimum / levels)
-    for s in range(8):
+    most_scale = most_minimum = splat(0.0)
+    chosen = [scales[first + s] for s in range(8)], [minimums[first + s] for s in range(8)]
+    most_scale, most_minimum = (_most(values) for values in chosen)
+    inverse_scale, inverse_minimum = (select(m > 0, 63.0 / m, 0.0) for m in (most_scale, most_minimum))
+    levels = [
         # The reference narrows to 8 bits before it limits to 63.
-        scale = min(63, nearest_int(inverse_scale * scales[first + s]) & 0xFF)
-        minimum = min(63, nearest_int(inverse_minimum * minimums[first + s]) & 0xFF)
-        if s < 4:
-            out[at + 4 + s] = scale
-            out[at + 8 + s] = minimum
-        else:
-            out[at + 8 + s] = (scale & 0xF) | ((minimum & 0xF) << 4)
-            out[at + s] |= (scale >> 4) << 6
-            out[at + 4 + s] |= (minimum >> 4) << 6
-        scales[first + s] = d * F32(scale)
-        minimums[first + s] = dmin * F32(minimum)
-    return d != INFINITY and dmin != INFINITY
+        [smaller(nearest_int(inverse * v) & 0xFF, 63) for v in values]
+        for inverse, values in zip((inverse_scale, inverse_minimum), chosen, strict=True)
+    ]
+    return put_levels(most_scale / 63.0, most_minimum / 63.0, levels[0], levels[1], scales, minimums, first, out, at)
+
+
+def put_levels(  # noqa: PLR0913
+    scale: Value, minimum: Value, ls: list[Value], lm: list[Value], scales: Memory, minimums: Memory, first: int,
+    out: Memory, at: Value,
+) -> Value:  # fmt: skip
+    """Store d, dmin and the levels; leave in scales and minimums what they decode to. Whether d and dmin fit."""
+    d, fits_d = put_half(out, at, scale)
+    dmin, fits_dmin = put_half(out, at + 2, minimum)
+    for s in range(4):
+        out[at + 4 + s] = ls[s] | ((ls[s + 4] >> 4) << 6)
+        out[at + 8 + s] = lm[s] | ((lm[s + 4] >> 4) << 6)
+        out[at + 12 + s] = (ls[s + 4] & 15) | ((lm[s + 4] & 15) << 4)
+    for s in range(8):
+        scales[first + s] = d * to_float(ls[s])
+        minimums[first + s] = dmin * to_float(lm[s])
+    return fits_d & fits_dmin
+
+
+def get_levels(data: Memory, at: Value) -> tuple[list[Value], list[Value]]:
+    """The eight decoded scales d * ls and minimums dmin * lm of a Q4_K or Q5_K super-block."""
+    d, dmin = get_half(data, at), get_half(data, at + 2)
+    ls = [data[at + 4 + s] & 63 for s in range(4)]
+    lm = [data[at + 8 + s] & 63 for s in range(4)]
+    for s in range(4):
+        ls.append((data[at + 12 + s] & 15) | ((data[at + 4 + s] >> 6) << 4))
+        lm.append((data[at + 12 + s] >> 4) | ((data[at + 8 + s] >> 6) << 4))
+    return [d * to_float(v) for v in ls], [dmin * to_float(v) for v in lm]
+
+
+def _most(values: list[Value]) -> Value:
+    most = larger(values[0], 0.0)
+    for value in values[1:]:
+        most = larger(value, most)
+    return most

@@ -1,142 +1,273 @@
-"""The searches for a block's scale that types share, one sub-block per lane (spec/quant.md, sections 4 and 6).
+"""The searches for a block's scale that types share (spec/quant.md, sections 4 to 6), one sub-block per lane.
 
-Both read `columns`, float32 [n * WIDTH] with element j of the lanes' sub-blocks at j * WIDTH, and return besides the
-scales what is needed to compute the quants of the winner again: storing them at every improvement would cost more.
+They read columns: `Memory` with element j of the lanes' sub-blocks at j * WIDTH. Besides the scales they return what is
+needed to compute the winner's quants again, since storing those at every improvement would cost more.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from quant.arithmetic import EPSILON, ONE, ZERO
-from quant.kernel import inner
-from quant.lanes import F32, WIDTH, absolute, bits, load, load_columns, nearest, select, splat, square_root, store
+from quant.arithmetic import EPSILON
+from quant.lanes import (
+    WIDTH,
+    Memory,
+    Value,
+    absolute,
+    all_lanes,
+    any_lane,
+    loop,
+    nearest,
+    nearest_int,
+    nearest_within,
+    number,
+    room_per_lane,
+    select,
+    smaller,
+    splat,
+    square_root,
+    to_float,
+    var,
+    when,
+)
+
+_EXACT_UP_TO = 4194303.0  # nearest_within equals nearest below this
 
 
-@inner
-def gather_columns(x, start, n, columns):
+def gather_columns(x: Memory, start: Value, n: int, columns: Memory) -> None:
     """Lay WIDTH consecutive sub-blocks of n values, from x[start] on, side by side; widened to float32."""
     for j in range(n):
-        store(columns, j * WIDTH, load_columns(x, start + j, n))
+        columns.store(j * WIDTH, x.columns(start + j, n))
 
 
-@inner
-def mean_plus_magnitude(columns, n, weights):
-    """The weights of Q4_K and Q5_K: root mean square of the sub-block plus |x|."""
-    total = splat(ZERO)
-    for j in range(n):
-        x = load(columns, j * WIDTH)
-        total = total + x * x
-    rms = square_root(total / F32(n))
-    for j in range(n):
-        store(weights, j * WIDTH, rms + absolute(load(columns, j * WIDTH)))
+def column(columns: Memory, j: int) -> Value:
+    """Element j of every lane's sub-block."""
+    return columns.load(j * WIDTH)
 
 
-@inner
-def _squared_error(columns, weights, quants, n, scale, minimum):
-    total = splat(ZERO)
-    for j in range(n):
-        error = (scale * load(quants, j * WIDTH) + minimum) - load(columns, j * WIDTH)
-        total = total + load(weights, j * WIDTH) * (error * error)
-    return total
+@dataclass(frozen=True)
+class Affine:
+    """Result of search A: x ~ scale * q + minimum; the winner's quants are round(inverse * (x - offset))."""
+
+    scale: Value
+    minimum: Value
+    inverse: Value
+    offset: Value
 
 
-@inner
-def scale_and_minimum(columns, weights, quants, n, top, first, step, steps):
-    """Search A, make_qkx2_quants with squared errors: x ~ scale * q + minimum, 0 <= q <= top.
+@dataclass(frozen=True)
+class Candidates:
+    """Inverse scales to try: (first + step * s + top) / range for s = 0 ... steps."""
 
-    Candidates are the inverse scales (first + step * s + top) / range, s = 0 ... steps; each is refitted by least
-    squares. quants: scratch, float32 [n * WIDTH]. Returns (scale, minimum, inverse, offset), the winner's quants being
-    nearest(inverse * (x - offset), 0, top); all of them 0 for a flat sub-block.
+    first: float
+    step: float
+    steps: int
+
+
+WEIGHTED = Candidates(-0.9, 0.05, 36)
+
+
+def round_unweighted(value: Value, top: int) -> Value:
+    """Quants of make_qkx2_quants: rounded, then clamped, with the reference's results on overflow."""
+    return nearest(value, 0, top)
+
+
+def round_weighted(value: Value, top: int) -> Value:
+    """Quants of make_qkx3_quants: clamped, then rounded; 0 for NaN."""
+    rounded = (smaller(value, float(top)) + 12582912.0) - 12582912.0
+    return select(value > 0, rounded, 0.0)
+
+
+def scale_and_minimum(  # noqa: PLR0915
+    columns: Memory, weights: Memory, n: int, top: int, candidates: Candidates, *, weighted: bool, mad: bool = False
+) -> Affine:
+    """Search A: make_qkx2_quants, or make_qkx3_quants for columns that are weighted by importance.
+
+    mad: the error is |x - ...| in place of its square.
     """
-    x = load(columns, 0)
-    w = load(weights, 0)
-    low, high = x, x
-    sum_w, sum_x = w, w * x
-    for j in range(1, n):
-        x = load(columns, j * WIDTH)
-        w = load(weights, j * WIDTH)
-        low = select(x < low, x, low)
-        high = select(x > high, x, high)
-        sum_w = sum_w + w
-        sum_x = sum_x + w * x
-    low = select(low > ZERO, ZERO, low)
-    flat = high == low
-    inverse = top / (high - low)
-    scale = ONE / inverse
-    for j in range(n):
-        store(quants, j * WIDTH, nearest(inverse * (load(columns, j * WIDTH) - low), ZERO, top))
-    best = _squared_error(columns, weights, quants, n, scale, low)
-    minimum, offset = low, low
-    for s in range(steps + 1):
-        # A better candidate's minimum is the one that later candidates start from.
-        trial = (first + step * F32(s) + top) / (high - minimum)
-        sum_q, sum_qq, sum_xq = splat(ZERO), splat(ZERO), splat(ZERO)
+    quants = room_per_lane(n)
+
+    def x(j: int) -> Value:
+        return column(columns, j)
+
+    def w(j: int) -> Value:
+        return column(weights, j)
+
+    def error(scale: Value, minimum: Value) -> Value:
+        total = splat(0.0)
         for j in range(n):
-            x = load(columns, j * WIDTH)
-            w = load(weights, j * WIDTH)
-            q = nearest(trial * (x - minimum), ZERO, top)
-            store(quants, j * WIDTH, q)
-            wq = w * q
-            sum_q = sum_q + wq
-            sum_qq = sum_qq + wq * q
-            sum_xq = sum_xq + wq * x
+            delta = (scale * column(quants, j) + minimum) - x(j)
+            total = total + w(j) * (absolute(delta) if mad else delta * delta)
+        return total
+
+    low = high = x(0)
+    sum_w, sum_x = w(0), w(0) * x(0)
+    for j in range(1, n):
+        low, high = select(x(j) < low, x(j), low), select(x(j) > high, x(j), high)
+        sum_w, sum_x = sum_w + w(j), sum_x + w(j) * x(j)
+    low = select(low > 0, 0.0, low)
+    flat = high == low
+    first_inverse = float(top) / select(flat, 1.0, high - low)
+    for j in range(n):
+        quants.store(j * WIDTH, nearest(first_inverse * (x(j) - low), 0, top))
+    scale, minimum, offset = var(1.0 / first_inverse), var(low), var(low)
+    # Where the range is so small that its inverse overflows, the reference's rounding makes every quant 0.
+    inverse = var(select(first_inverse < float("inf"), first_inverse, 0.0))
+    best = var(error(scale, low))
+    sum_q, sum_qq, sum_xq = (var(splat(0.0)) for _ in range(3))
+
+    def try_quants(trial: Value, rounding: Callable[[Value], Value]) -> None:
+        q_, qq, xq = splat(0.0), splat(0.0), splat(0.0)
+        from_ = Value(minimum.ir)
+        for j in range(n):
+            q = rounding(trial * (x(j) - from_))
+            quants.store(j * WIDTH, q)
+            wq = w(j) * q
+            q_, qq, xq = q_ + wq, qq + wq * q, xq + wq * x(j)
+        for sum_, value in ((sum_q, q_), (sum_qq, qq), (sum_xq, xq)):
+            sum_.set(value)
+
+    for s in loop(0, candidates.steps + 1):
+        # A better candidate's minimum is the one that later candidates start from.
+        above = (number(candidates.first) + number(candidates.step) * to_float(s)) + float(top)
+        trial = splat(above) / select(flat, 1.0, high - minimum)
+        if weighted:
+            try_quants(trial, lambda v: round_weighted(v, top))
+        else:
+            inside = absolute(trial * (low - minimum)) < _EXACT_UP_TO
+            inside = all_lanes(inside & (absolute(trial * (high - minimum)) < _EXACT_UP_TO))
+            with when(inside):
+                try_quants(trial, lambda v: nearest_within(v, 0, top))
+            with when(~inside, rare=True):
+                try_quants(trial, lambda v: nearest(v, 0, top))
         determinant = sum_w * sum_qq - sum_q * sum_q
         trial_scale = (sum_w * sum_xq - sum_x * sum_q) / determinant
         trial_minimum = (sum_qq * sum_x - sum_q * sum_xq) / determinant
-        above = trial_minimum > ZERO
-        trial_scale = select(above, sum_xq / sum_qq, trial_scale)
-        trial_minimum = select(above, ZERO, trial_minimum)
-        error = _squared_error(columns, weights, quants, n, trial_scale, trial_minimum)
-        better = (determinant > ZERO) & (error < best) & ~flat
-        if bits(better) != 0:
-            best = select(better, error, best)
-            scale = select(better, trial_scale, scale)
-            inverse = select(better, trial, inverse)
-            offset = select(better, minimum, offset)
-            minimum = select(better, trial_minimum, minimum)
-    return select(flat, ZERO, scale), minimum, select(flat, ZERO, inverse), offset
+        above_zero = trial_minimum > 0
+        trial_scale = select(above_zero, sum_xq / sum_qq, trial_scale)
+        trial_minimum = select(above_zero, 0.0, trial_minimum)
+        trial_error = error(trial_scale, trial_minimum)
+        better = (determinant > 0) & (trial_error < best) & ~flat
+        with when(any_lane(better)):
+            best.set(select(better, trial_error, best))
+            scale.set(select(better, trial_scale, scale))
+            inverse.set(select(better, trial, inverse))
+            offset.set(select(better, minimum, offset))
+            minimum.set(select(better, trial_minimum, minimum))
+    return Affine(
+        select(flat, 0.0, scale), Value(minimum.ir), select(flat, 0.0, inverse), select(flat, low, offset)
+    )
 
 
-@inner
-def signed_scale(columns, n, top):
-    """Search B, make_qx_quants with weights x * x: x ~ scale * q, -top <= q < top.
+@dataclass(frozen=True)
+class Signed:
+    """Result of search B: x ~ scale * q; the winner's quants are nearest(inverse * x), 0 in both for empty lanes."""
 
-    Returns (scale, inverse), the winner's quants being nearest(inverse * x, -top, top - 1); both 0 where all
-    magnitudes are below 1e-15 (there the reference leaves q = -top).
+    scale: Value
+    inverse: Value
+
+
+def signed_scale(columns: Memory, n: int, top: int, weights: Memory | None = None) -> Signed:
+    """Search B: make_qx_quants with rmse type 1, -top <= q < top. Without weights x * x takes their place.
+
+    Where all magnitudes are below 1e-15 scale and inverse are 0; there the reference leaves the stored q at 0.
     """
-    largest, extreme = splat(ZERO), splat(ZERO)
+    products = room_per_lane(n)  # w * x, of every candidate the same
+
+    def w(j: int) -> Value:
+        return column(weights, j) if weights else column(columns, j) * column(columns, j)
+
+    extreme = first_extreme([column(columns, j) for j in range(n)])
     for j in range(n):
-        x = load(columns, j * WIDTH)
-        larger = absolute(x) > largest
-        largest = select(larger, absolute(x), largest)
-        extreme = select(larger, x, extreme)
-    empty = largest < EPSILON
-    inverse, scale, best = splat(ZERO), splat(ZERO), splat(ZERO)
-    for t in range(19):
-        s = 0 if t == 0 else (t - 10 if t < 10 else t - 9)  # the plain scale, then -9 ... -1 and 1 ... 9
-        trial = splat(-(top + F32(0.1) * F32(s))) / extreme
-        sum_xq, sum_qq = splat(ZERO), splat(ZERO)
+        products.store(j * WIDTH, w(j) * column(columns, j))
+    empty = absolute(extreme) < EPSILON
+    extreme = select(empty, 1.0, extreme)
+
+    def sums(trial: Value) -> tuple[Value, Value]:
+        xq, qq = splat(0.0), splat(0.0)
         for j in range(n):
-            x = load(columns, j * WIDTH)
-            w = x * x
-            q = nearest(trial * x, -top, top - ONE)
-            sum_xq = sum_xq + (w * x) * q
-            sum_qq = sum_qq + (w * q) * q
-        if t == 0:
-            scale = select(sum_qq != ZERO, sum_xq / sum_qq, ZERO)
-            best = scale * sum_xq
-            inverse = trial
-        else:
-            better = (sum_qq > ZERO) & (sum_xq * sum_xq > best * sum_qq)
-            if bits(better) != 0:
-                scale = select(better, sum_xq / sum_qq, scale)
-                inverse = select(better, trial, inverse)
-                best = select(better, scale * sum_xq, best)
-    return select(empty, ZERO, scale), select(empty, ZERO, inverse)
+            q = nearest_within(trial * column(columns, j), -top, top - 1)
+            xq, qq = xq + column(products, j) * q, qq + (w(j) * q) * q
+        return xq, qq
+
+    plain = splat(-float(top)) / extreme
+    xq, qq = sums(plain)
+    scale = var(select(qq != 0, xq / qq, 0.0))
+    best, inverse = var(scale * xq), var(plain)
+    for t in loop(0, 18):
+        s = select(t < 9, to_float(t) - 9.0, to_float(t) - 8.0)  # -9 ... -1 and 1 ... 9
+        trial = splat(-(float(top) + number(0.1) * s)) / extreme
+        xq, qq = sums(trial)
+        better = (qq > 0) & (xq * xq > best * qq)
+        with when(any_lane(better)):
+            scale.set(select(better, xq / qq, scale))
+            inverse.set(select(better, trial, inverse))
+            best.set(select(better, scale * xq, best))
+    return Signed(select(empty, 0.0, scale), select(empty, 0.0, inverse))
 
 
-@inner
-def scratch(values):
-    """Room for `values` float32 per lane."""
-    return np.empty(values * WIDTH, np.float32)
+def first_extreme(values: list[Value]) -> Value:
+    """The first value of largest magnitude, with its sign."""
+    largest, extreme = absolute(values[0]), values[0]
+    for value in values[1:]:
+        more = absolute(value) > largest
+        largest, extreme = select(more, absolute(value), largest), select(more, value, extreme)
+    return extreme
+
+
+def positive_scale(values: list[Value], weights: list[Value], top: int) -> tuple[Value, list[Value]]:
+    """Search P, make_qp_quants: non-negative values ~ scale * level, 0 <= level <= top. Scalars or lanes.
+
+    Returns (scale, levels as float).
+    """
+    largest = values[0] * 0.0
+    for x in values:
+        largest = select(x > largest, x, largest)
+    empty = largest < EPSILON
+    largest = select(empty, 1.0, largest)
+
+    def level(inverse: Value, x: Value) -> Value:
+        return to_float(nearest_int(inverse * x))
+
+    def error(scale: Value, levels: list[Value]) -> Value:
+        total = largest * 0.0
+        for x, w, q in zip(values, weights, levels, strict=True):
+            delta = x - scale * q
+            total = total + (w * delta) * delta
+        return total
+
+    first = float(top) / largest
+    inverse = first
+    best = error(1.0 / first, [level(first, x) for x in values])
+    for s in (-4, -3, -2, -1, 1, 2, 3, 4):
+        trial = (number(0.1) * float(s) + float(top)) / largest
+        trial_error = error(1.0 / trial, [smaller(float(top), level(trial, x)) for x in values])
+        better = trial_error < best
+        best, inverse = select(better, trial_error, best), select(better, trial, inverse)
+    levels = [var(smaller(float(top), level(inverse, x))) for x in values]
+    sum_xq, sum_qq = var(largest * 0.0), var(largest * 0.0)
+    for x, w, q in zip(values, weights, levels, strict=True):
+        sum_xq.set(sum_xq + (w * x) * q)
+        sum_qq.set(sum_qq + (w * q) * q)
+    for _ in loop(0, 5):
+        for x, w, q in zip(values, weights, levels, strict=True):
+            without_xq = sum_xq - (w * x) * q
+            without_qq = sum_qq - (w * q) * q
+            usable = (without_xq > 0) & (without_qq > 0)
+            moved = smaller(float(top), to_float(nearest_int((x * without_qq) / without_xq)))
+            new_xq, new_qq = without_xq + (w * x) * moved, without_qq + (w * moved) * moved
+            better = usable & (moved != q) & ((new_xq * new_xq) * sum_qq > (sum_xq * sum_xq) * new_qq)
+            q.set(select(better, moved, q))
+            sum_xq.set(select(better, new_xq, sum_xq))
+            sum_qq.set(select(better, new_qq, sum_qq))
+    scale = select(sum_qq > 0, sum_xq / sum_qq, 0.0)
+    return select(empty, 0.0, scale), [select(empty, 0.0, q) for q in levels]
+
+
+def rms(columns: Memory, n: int) -> Value:
+    """Root mean square of every lane's sub-block."""
+    total = splat(0.0)
+    for j in range(n):
+        total = total + column(columns, j) * column(columns, j)
+    return square_root(total / float(n))

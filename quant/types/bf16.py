@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from quant.arithmetic import FirstBad
 from quant.kernel import kernel
-from quant.lanes import F32, WIDTH, absolute, bits, float_bits, load, store
+from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, float_bits, loop, position
 
 BATCH = WIDTH
-_OVERFLOW = F32(3.3961775292304957e38)  # from here on rounding gives infinity
+_OVERFLOW = 3.3961775292304957e38  # from here on rounding gives infinity
 
 
-@kernel
-def quantize(x, out):
-    """x: [n], n a multiple of WIDTH; out: uint8 [2 * n]. Returns the first value that does not fit, or -1."""
-    halves = out.view(np.uint16)
-    bad = -1
-    for i in range(0, len(x), WIDTH):
-        value = load(x, i)
-        if bits(absolute(value) >= _OVERFLOW) != 0 and bad < 0:
-            bad = i
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, n: Value) -> Value:
+    """x: [n], n >= WIDTH; out: uint8 [2 * n]. Returns where a value does not fit, or -1."""
+    bad, halves = FirstBad(), out.viewed("BF16")
+    for i in batches(n, WIDTH):
+        value = x.load(i)
+        bad.note(i, ~any_lane(absolute(value) >= _OVERFLOW))
         raw = float_bits(value)
-        rounded = raw + np.int32(0x7FFF) + ((raw >> np.int32(16)) & np.int32(1))
-        store(halves, i, rounded >> np.int32(16))
-    return bad
+        halves.store(i, (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16)
+    return bad.result()
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, n: Value) -> Value:
+    """The inverse; exact."""
+    halves = data.viewed("BF16")
+    for i in batches(n, WIDTH):
+        out.store(i, halves.load(i))
+    return position(0)

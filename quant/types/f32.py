@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from quant.kernel import kernel
-from quant.lanes import WIDTH, load, store
+from quant.lanes import WIDTH, Memory, Value, batches, loop, position
 
 BATCH = WIDTH
 
 
-@kernel
-def quantize(x, out):
-    """x: [n], n a multiple of WIDTH; out: uint8 [4 * n]."""
-    values = out.view(np.float32)
-    for i in range(0, len(x), WIDTH):
-        store(values, i, load(x, i))
-    return -1
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, n: Value) -> Value:
+    """x: [n], n >= WIDTH; out: uint8 [4 * n]. Returns -1: every float32 fits."""
+    values = out.viewed("F32")
+    for i in batches(n, WIDTH):
+        values.store(i, x.load(i))
+    return position(-1)
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, n: Value) -> Value:
+    """The inverse."""
+    values = data.viewed("F32")
+    for i in batches(n, WIDTH):
+        out.store(i, values.load(i))
+    return position(0)

@@ -1,36 +1,65 @@
-"""Q4_0: 32 values in 18 bytes: float16 scale, 4-bit quants around 8 (spec/quant.md, sections 2 and 3)."""
+"""Q4_0: 32 values in 18 bytes: float16 scale, 4-bit quants around 8 (spec/quant.md, sections 2, 3, 5 and 6)."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from quant.arithmetic import INFINITY, castable, put_half, reciprocal
-from quant.extremes import signed_extreme
-from quant.kernel import inner, kernel
-from quant.lanes import F32, WIDTH, load, select, store, to_int
+from quant.arithmetic import FirstBad, get_half, put_half, reciprocal
+from quant.importance import put_row_weights
+from quant.kernel import kernel
+from quant.lanes import WIDTH, Memory, Value, batches, loop, nearest_within, position, room_per_lane, select, to_float, to_int
+from quant.pack import get_nibbles, put_nibbles, signed_extreme, truncated
+from quant.search import gather_columns, signed_scale
 
 BATCH = 1
-_OFFSET, _TOP = F32(8.5), F32(15)
+WEIGHTED_BATCH = WIDTH
+ROW_MEANS = True
+_NBYTES = 18
 
 
-@inner
-def _quants(x, at, inverse):
-    q = castable(load(x, at) * inverse + _OFFSET)
-    return to_int(select(q > _TOP, _TOP, q))
-
-
-@kernel
-def quantize(x, out):
-    """x: [32 * n]; out: uint8 [18 * n]. Returns the first block whose scale does not fit, or -1."""
-    bad = -1
-    for block in range(len(x) // 32):
-        start, at = block * 32, block * 18
-        scale = signed_extreme(x, start) / F32(-8)
-        if abs(put_half(out, at, scale)) == INFINITY and bad < 0:
-            bad = block
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [32 * blocks]; out: uint8 [18 * blocks]. Returns the first block whose scale does not fit, or -1."""
+    bad = FirstBad()
+    for block in loop(0, blocks):
+        start, at = block * 32, block * _NBYTES
+        scale = signed_extreme(x, start) / -8.0
+        bad.note(block, put_half(out, at, scale)[1])
         inverse = reciprocal(scale)
-        for j in range(0, 16, WIDTH):
-            low = _quants(x, start + j, inverse)
-            high = _quants(x, start + j + 16, inverse)
-            store(out, at + 2 + j, low | (high << np.int32(4)))
-    return bad
+        put_nibbles(out, at + 2, lambda j, s=start, i=inverse: truncated(x.load(s + j) * i + 8.5, 15))
+    return bad.result()
+
+
+@kernel(memories=4)
+def quantize_weighted(  # noqa: PLR0913
+    x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value
+) -> Value:
+    """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
+    bad = FirstBad()
+    columns, weights, scales, inverses = room_per_lane(32), room_per_lane(32), room_per_lane(1), room_per_lane(1)
+    for group in batches(blocks, WIDTH):
+        gather_columns(x, group * 32, 32, columns)
+        put_row_weights(importance, means, group, row, columns, weights)
+        found = signed_scale(columns, 32, 8, weights)
+        scales.store(0, found.scale)
+        inverses.store(0, found.inverse)
+        for lane in loop(0, WIDTH):
+            block = group + lane
+            bad.note(block, put_half(out, block * _NBYTES, scales[lane])[1])
+            inverse = inverses[lane]
+
+            def quants(j: int, block: Value = block, inverse: Value = inverse) -> Value:
+                q = nearest_within(x.load(block * 32 + j) * inverse, -8, 7) + 8.0
+                return to_int(select(inverse != 0, q, 0.0 * q))
+
+            put_nibbles(out, block * _NBYTES + 2, quants)
+    return bad.result()
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """(q - 8) * d."""
+    for block in loop(0, blocks):
+        d = get_half(data, block * _NBYTES)
+        quants = get_nibbles(data, block * _NBYTES + 2)
+        for j in range(0, 32, WIDTH):
+            out.store(block * 32 + j, to_float(quants(j) - 8) * d)
+    return position(0)

@@ -1,39 +1,46 @@
-"""Q4_K: 256 values in 144 bytes: 8 sub-blocks of 32 with 6-bit scales and minimums (spec/quant.md, sections 2, 4)."""
+"""Q4_K: 256 values in 144 bytes: 8 sub-blocks of 32 with 6-bit scales and minimums (spec/quant.md, sections 2, 4, 5)."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from quant.affine import final_quants, search_sub_blocks
+from quant import affine
 from quant.kernel import kernel
-from quant.lanes import F32, WIDTH, store, to_int
-from quant.pack import put_six_bit_scales
-from quant.search import scratch
+from quant.lanes import WIDTH, Memory, Value, loop, position, to_float
+from quant.pack import get_levels
+from quant.search import Candidates
 
-BATCH = WIDTH // 8
-_TOP, _FIRST, _STEP, _STEPS = F32(15), F32(-1), F32(0.1), 20
-_LEVELS = F32(63)
+BATCH = WEIGHTED_BATCH = affine.BATCH
+_TOP, _NBYTES, _CANDIDATES = 15, 144, Candidates(-1.0, 0.1, 20)
 
 
-@kernel
-def quantize(x, out):
-    """x: [256 * n], n a multiple of BATCH; out: uint8 [144 * n]. Returns the first bad block or -1."""
-    bad = -1
-    columns, weights, quants = scratch(32), scratch(32), scratch(32)
-    scales, minimums, inverses, offsets = scratch(1), scratch(1), scratch(1), scratch(1)
-    for batch in range(0, len(x) // 256, BATCH):
-        search_sub_blocks(
-            x, batch * 256, _TOP, _FIRST, _STEP, _STEPS, columns, weights, quants, scales, minimums, inverses, offsets
-        )
-        for block in range(BATCH):
-            start, at, first = (batch + block) * 256, (batch + block) * 144, block * 8
-            if not put_six_bit_scales(scales, minimums, first, out, at, _LEVELS) and bad < 0:
-                bad = batch + block
-            for pair in range(0, 8, 2):
-                sub = first + pair
-                for j in range(0, 32, WIDTH):
-                    here = start + 32 * pair + j
-                    low = final_quants(x, here, sub, scales, minimums, inverses, offsets, _TOP)
-                    high = final_quants(x, here + 32, sub + 1, scales, minimums, inverses, offsets, _TOP)
-                    store(out, at + 16 + 16 * pair + j, to_int(low) | (to_int(high) << np.int32(4)))
-    return bad
+def _put(out: Memory, at: Value, quants: Callable[[int], Value]) -> None:
+    for pair in range(0, 8, 2):
+        for j in range(0, 32, WIDTH):
+            low, high = quants(32 * pair + j), quants(32 * pair + 32 + j)
+            out.store(at + 16 + 16 * pair + j, low | (high << 4))
+
+
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [256 * blocks]; out: uint8 [144 * blocks]. Returns the first block whose scales do not fit, or -1."""
+    return affine.quantize_affine(x, out, blocks, _NBYTES, _TOP, _CANDIDATES, _put)
+
+
+@kernel(memories=3)
+def quantize_weighted(x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column."""
+    return affine.quantize_affine_weighted(x, importance, out, blocks, row, _NBYTES, _TOP, _put)
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """(d * scale) * q - dmin * minimum."""
+    for block in loop(0, blocks):
+        scales, minimums = get_levels(data, block * _NBYTES)
+        for s in range(8):
+            for j in range(0, 32, WIDTH):
+                byte = data.load(block * _NBYTES + 16 + s // 2 * 32 + j)
+                q = byte & 15 if s % 2 == 0 else byte >> 4
+                out.store(block * 256 + 32 * s + j, scales[s] * to_float(q) - minimums[s])
+    return position(0)

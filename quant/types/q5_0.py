@@ -1,25 +1,65 @@
-"""Q5_0: 32 values in 22 bytes: float16 scale, 5-bit quants around 16 (spec/quant.md, sections 2 and 3)."""
+"""Q5_0: 32 values in 22 bytes: float16 scale, 5-bit quants around 16 (spec/quant.md, sections 2, 3, 5 and 6)."""
 
 from __future__ import annotations
 
-from quant.arithmetic import INFINITY, put_half, reciprocal
-from quant.extremes import signed_extreme
+from quant.arithmetic import FirstBad, get_half, put_half, reciprocal
+from quant.importance import put_row_weights
 from quant.kernel import kernel
-from quant.lanes import F32
-from quant.pack import put_five_bits
+from quant.lanes import WIDTH, Memory, Value, batches, loop, nearest_within, position, room_per_lane, select, to_float, to_int
+from quant.pack import get_five_bits, put_five_bits, signed_extreme, truncated
+from quant.search import gather_columns, signed_scale
 
 BATCH = 1
-_OFFSET, _TOP = F32(16.5), F32(31)
+WEIGHTED_BATCH = WIDTH
+ROW_MEANS = True
+_NBYTES = 22
 
 
-@kernel
-def quantize(x, out):
-    """x: [32 * n]; out: uint8 [22 * n]. Returns the first block whose scale does not fit, or -1."""
-    bad = -1
-    for block in range(len(x) // 32):
-        start, at = block * 32, block * 22
-        scale = signed_extreme(x, start) / F32(-16)
-        if abs(put_half(out, at, scale)) == INFINITY and bad < 0:
-            bad = block
-        put_five_bits(x, start, F32(0), reciprocal(scale), _OFFSET, _TOP, out, at + 2)
-    return bad
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [32 * blocks]; out: uint8 [22 * blocks]. Returns the first block whose scale does not fit, or -1."""
+    bad = FirstBad()
+    for block in loop(0, blocks):
+        start, at = block * 32, block * _NBYTES
+        scale = signed_extreme(x, start) / -16.0
+        bad.note(block, put_half(out, at, scale)[1])
+        inverse = reciprocal(scale)
+        put_five_bits(out, at + 2, lambda j, s=start, i=inverse: truncated(x.load(s + j) * i + 16.5, 31))
+    return bad.result()
+
+
+@kernel(memories=4)
+def quantize_weighted(  # noqa: PLR0913
+    x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value
+) -> Value:
+    """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
+    bad = FirstBad()
+    columns, weights, scales, inverses = room_per_lane(32), room_per_lane(32), room_per_lane(1), room_per_lane(1)
+    for group in batches(blocks, WIDTH):
+        gather_columns(x, group * 32, 32, columns)
+        put_row_weights(importance, means, group, row, columns, weights)
+        found = signed_scale(columns, 32, 16, weights)
+        scales.store(0, found.scale)
+        inverses.store(0, found.inverse)
+        for lane in loop(0, WIDTH):
+            block = group + lane
+            bad.note(block, put_half(out, block * _NBYTES, scales[lane])[1])
+            inverse = inverses[lane]
+
+            def quants(j: int, block: Value = block, inverse: Value = inverse) -> Value:
+                q = nearest_within(x.load(block * 32 + j) * inverse, -16, 15) + 16.0
+                return to_int(select(inverse != 0, q, 0.0 * q))
+
+            put_five_bits(out, block * _NBYTES + 2, quants)
+    return bad.result()
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """(q - 16) * d."""
+    for block in loop(0, blocks):
+        d = get_half(data, block * _NBYTES)
+        quants = get_five_bits(data, block * _NBYTES + 2)
+        for j in range(0, 32, WIDTH):
+            out.store(block * 32 + j, to_float(quants(j) - 16) * d)
+    return position(0)

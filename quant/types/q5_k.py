@@ -1,46 +1,50 @@
-"""Q5_K: 256 values in 176 bytes: as Q4_K with a fifth bit per value (spec/quant.md, sections 2 and 4)."""
+"""Q5_K: 256 values in 176 bytes: as Q4_K with a fifth bit per value (spec/quant.md, sections 2, 4, 5)."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from quant.affine import final_quants, search_sub_blocks
-from quant.arithmetic import ZERO
+from quant import affine
 from quant.kernel import kernel
-from quant.lanes import F32, WIDTH, select, splat, store, to_int
-from quant.pack import put_six_bit_scales
-from quant.search import scratch
+from quant.lanes import WIDTH, Memory, Value, loop, position, splat, to_float
+from quant.pack import get_levels
+from quant.search import Candidates
 
-BATCH = WIDTH // 8
-_TOP, _FIRST, _STEP, _STEPS = F32(31), F32(-0.5), F32(0.1), 15
-_LEVELS, _FIFTH = F32(63), F32(16)
+BATCH = WEIGHTED_BATCH = affine.BATCH
+_TOP, _NBYTES, _CANDIDATES = 31, 176, Candidates(-0.5, 0.1, 15)
 
 
-@kernel
-def quantize(x, out):
-    """x: [256 * n], n a multiple of BATCH; out: uint8 [176 * n]. Returns the first bad block or -1."""
-    bad = -1
-    columns, weights, quants = scratch(32), scratch(32), scratch(32)
-    scales, minimums, inverses, offsets = scratch(1), scratch(1), scratch(1), scratch(1)
-    for batch in range(0, len(x) // 256, BATCH):
-        search_sub_blocks(
-            x, batch * 256, _TOP, _FIRST, _STEP, _STEPS, columns, weights, quants, scales, minimums, inverses, offsets
-        )
-        for block in range(BATCH):
-            start, at, first = (batch + block) * 256, (batch + block) * 176, block * 8
-            if not put_six_bit_scales(scales, minimums, first, out, at, _LEVELS) and bad < 0:
-                bad = batch + block
+def _put(out: Memory, at: Value, quants: Callable[[int], Value]) -> None:
+    for j in range(0, 32, WIDTH):
+        fifth = splat(0)
+        for pair in range(0, 8, 2):
+            low, high = quants(32 * pair + j), quants(32 * pair + 32 + j)
+            fifth = fifth | ((low >> 4) << pair) | ((high >> 4) << (pair + 1))
+            out.store(at + 48 + 16 * pair + j, (low & 15) | ((high & 15) << 4))
+        out.store(at + 16 + j, fifth)
+
+
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [256 * blocks]; out: uint8 [176 * blocks]. Returns the first block whose scales do not fit, or -1."""
+    return affine.quantize_affine(x, out, blocks, _NBYTES, _TOP, _CANDIDATES, _put)
+
+
+@kernel(memories=3)
+def quantize_weighted(x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column."""
+    return affine.quantize_affine_weighted(x, importance, out, blocks, row, _NBYTES, _TOP, _put)
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """(d * scale) * q - dmin * minimum."""
+    for block in loop(0, blocks):
+        at = block * _NBYTES
+        scales, minimums = get_levels(data, at)
+        for s in range(8):
             for j in range(0, 32, WIDTH):
-                fifth_bits = splat(np.int32(0))
-                for pair in range(0, 8, 2):
-                    here, sub = start + 32 * pair + j, first + pair
-                    low = final_quants(x, here, sub, scales, minimums, inverses, offsets, _TOP)
-                    high = final_quants(x, here + 32, sub + 1, scales, minimums, inverses, offsets, _TOP)
-                    low_bit = to_int(select(low >= _FIFTH, F32(1), ZERO))
-                    high_bit = to_int(select(high >= _FIFTH, F32(1), ZERO))
-                    fifth_bits = fifth_bits | (low_bit << np.int32(pair)) | (high_bit << np.int32(pair + 1))
-                    low_nibble = to_int(low) & np.int32(15)
-                    high_nibble = to_int(high) & np.int32(15)
-                    store(out, at + 48 + 16 * pair + j, low_nibble | (high_nibble << np.int32(4)))
-                store(out, at + 16 + j, fifth_bits)
-    return bad
+                byte = data.load(at + 48 + s // 2 * 32 + j)
+                q = (byte & 15 if s % 2 == 0 else byte >> 4) | (((data.load(at + 16 + j) >> s) & 1) << 4)
+                out.store(block * 256 + 32 * s + j, scales[s] * to_float(q) - minimums[s])
+    return position(0)

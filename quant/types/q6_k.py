@@ -2,77 +2,112 @@
 
 from __future__ import annotations
 
-import numpy as np
+from quant.arithmetic import EPSILON, FirstBad, get_half, put_half
+from quant.importance import place_importance
+from quant.kernel import kernel
+from quant.lanes import (
+    WIDTH,
+    Memory,
+    Value,
+    absolute,
+    loop,
+    nearest,
+    nearest_int,
+    position,
+    room,
+    room_per_lane,
+    select,
+    smaller,
+    splat,
+    to_float,
+    to_int,
+    when,
+)
+from quant.search import first_extreme, gather_columns, signed_scale
 
-from quant.arithmetic import EPSILON, INFINITY, ONE, ZERO, nearest_int, put_half
-from quant.kernel import inner, kernel
-from quant.lanes import F32, WIDTH, load, nearest, store, to_int
-from quant.search import gather_columns, scratch, signed_scale
-
-BATCH = 1
-_TOP = F32(32)
-_SUB_BLOCKS, _SUB_BLOCK = 16, 16
-_INT15 = np.int32(15)
-
-
-@inner
-def _put_scales(scales, out, at):
-    """Store d and the 16 scales at byte 192; `scales` becomes what they decode to. False where d does not fit."""
-    extreme = ZERO
-    for s in range(_SUB_BLOCKS):
-        if abs(scales[s]) > abs(extreme):
-            extreme = scales[s]
-    if abs(extreme) < EPSILON:
-        return True, True
-    inverse = F32(-128) / extreme
-    d = put_half(out, at + 208, ONE / inverse)
-    for s in range(_SUB_BLOCKS):
-        scale = np.int8(min(127, nearest_int(inverse * scales[s])))
-        out[at + 192 + s] = np.uint8(scale)
-        scales[s] = d * F32(scale)
-    return False, abs(d) != INFINITY
+BATCH = WEIGHTED_BATCH = 1
+_TOP, _NBYTES, _SUBS, _SUB = 32, 210, 16, 16
 
 
-@inner
-def _quants(x, start, j, scales, inverses):
-    """Quants 0 ... 63 of x[start + j : ... + WIDTH], as int lanes."""
-    # A vector of 16 covers one sub-block, one of 8 half of it.
-    sub = j // _SUB_BLOCK
-    if scales[sub] != ZERO:
-        return to_int(nearest(load(x, start + j) / scales[sub], -_TOP, _TOP - ONE) + _TOP)
-    if inverses[sub] != ZERO:
-        return to_int(nearest(load(x, start + j) * inverses[sub], -_TOP, _TOP - ONE) + _TOP)
-    return to_int(load(x, start + j) * ZERO)
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [256 * blocks]; out: uint8 [210 * blocks]. Returns the first block whose scale does not fit, or -1."""
+    return _quantize(x, None, out, blocks, blocks)
 
 
-@kernel
-def quantize(x, out):
-    """x: [256 * n]; out: uint8 [210 * n]. Returns the first block whose scale does not fit, or -1."""
-    bad = -1
-    columns = scratch(_SUB_BLOCK)
-    scales, inverses = np.empty(_SUB_BLOCKS, np.float32), np.empty(_SUB_BLOCKS, np.float32)
-    for block in range(len(x) // 256):
-        start, at = block * 256, block * 210
-        for group in range(0, _SUB_BLOCKS, WIDTH):
-            gather_columns(x, start + group * _SUB_BLOCK, _SUB_BLOCK, columns)
-            scale, inverse = signed_scale(columns, _SUB_BLOCK, _TOP)
-            store(scales, group, scale)
-            store(inverses, group, inverse)
-        empty, fits = _put_scales(scales, out, at)
-        if empty:
-            out[at : at + 210] = 0
-            continue
-        if not fits and bad < 0:
-            bad = block
-        for half in range(0, 256, 128):
-            for j in range(0, 32, WIDTH):
-                a = _quants(x, start, half + j, scales, inverses)
-                b = _quants(x, start, half + j + 32, scales, inverses)
-                c = _quants(x, start, half + j + 64, scales, inverses)
-                d = _quants(x, start, half + j + 96, scales, inverses)
-                nibble, two, four, six = np.int32(4), np.int32(2), np.int32(4), np.int32(6)
-                store(out, at + half // 2 + j, (a & _INT15) | ((c & _INT15) << nibble))
-                store(out, at + half // 2 + 32 + j, (b & _INT15) | ((d & _INT15) << nibble))
-                upper = (a >> four) | ((b >> four) << two) | ((c >> four) << four) | ((d >> four) << six)
-                store(out, at + 128 + half // 4 + j, upper)
-    return bad
+@kernel(memories=3)
+def quantize_weighted(x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column, which is the weight as it stands."""
+    return _quantize(x, importance, out, blocks, row)
+
+
+def _quantize(x: Memory, importance: Memory | None, out: Memory, blocks: Value, row: Value) -> Value:
+    bad = FirstBad()
+    columns, weights = room_per_lane(_SUB), room_per_lane(_SUB)
+    scales, inverses, places = room(_SUBS), room(_SUBS), room(256)
+    for block in loop(0, blocks):
+        at = block * _NBYTES
+        if importance is not None:
+            place_importance(importance, block, 1, 256, row, places)
+        for group in range(0, _SUBS, WIDTH):
+            gather_columns(x, block * 256 + group * _SUB, _SUB, columns)
+            if importance is not None:
+                for j in range(_SUB):
+                    weights.store(j * WIDTH, places.columns(group * _SUB + j, _SUB))
+            found = signed_scale(columns, _SUB, _TOP, weights if importance is not None else None)
+            scales.store(group, found.scale)
+            inverses.store(group, found.inverse)
+        extreme = first_extreme([scales[s] for s in range(_SUBS)])
+        empty = absolute(extreme) < EPSILON
+        with when(empty, rare=True):
+            for i in loop(0, _NBYTES):
+                out[at + i] = 0
+        with when(~empty):
+            bad.note(block, _put_scales(scales, extreme, out, at))
+            _put_quants(x, block * 256, scales, inverses, out, at)
+    return bad.result()
+
+
+def _put_scales(scales: Memory, extreme: Value, out: Memory, at: Value) -> Value:
+    """Store d and the 16 scales; `scales` becomes what they decode to. Whether d fits."""
+    inverse = -128.0 / extreme
+    d, fits = put_half(out, at + 208, 1.0 / inverse)
+    for s in range(_SUBS):
+        scale = (smaller(nearest_int(inverse * scales[s]), 127) << 24) >> 24  # narrowed to int8 as the reference does
+        out[at + 192 + s] = scale
+        scales[s] = d * to_float(scale)
+    return fits
+
+
+def _put_quants(x: Memory, start: Value, scales: Memory, inverses: Memory, out: Memory, at: Value) -> None:
+    def quants(j: int) -> Value:
+        sub = j // _SUB  # WIDTH elements lie in one sub-block
+        value, scale, inverse = x.load(start + j), scales[sub], inverses[sub]
+        stored = nearest(value / scale, -_TOP, _TOP - 1) + float(_TOP)
+        searched = nearest(value * inverse, -_TOP, _TOP - 1) + float(_TOP)
+        return to_int(select(scale != 0, stored, select(inverse != 0, searched, splat(0.0))))
+
+    for half in (0, 128):
+        for j in range(0, 32, WIDTH):
+            a, b, c, d = (quants(half + j + 32 * i) for i in range(4))
+            out.store(at + half // 2 + j, (a & 15) | ((c & 15) << 4))
+            out.store(at + half // 2 + 32 + j, (b & 15) | ((d & 15) << 4))
+            out.store(at + 128 + half // 4 + j, (a >> 4) | ((b >> 4) << 2) | ((c >> 4) << 4) | ((d >> 4) << 6))
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """(d * scale) * (q - 32)."""
+    for block in loop(0, blocks):
+        at = block * _NBYTES
+        d = get_half(data, at + 208)
+        for half in (0, 128):
+            for part in range(4):
+                for j in range(0, 32, WIDTH):
+                    low = data.load(at + half // 2 + part % 2 * 32 + j)
+                    low = low & 15 if part < 2 else low >> 4  # noqa: PLR2004
+                    q = (low | (((data.load(at + 128 + half // 4 + j) >> (2 * part)) & 3) << 4)) - 32
+                    element = half + 32 * part + j
+                    scale = (data[at + 192 + element // _SUB] << 24) >> 24
+                    out.store(block * 256 + element, (d * to_float(scale)) * to_float(q))
+    return position(0)

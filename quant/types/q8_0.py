@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from quant.arithmetic import INFINITY, ZERO, castable, put_half, reciprocal
-from quant.extremes import largest_magnitude
+from quant.arithmetic import FirstBad, castable, get_half, put_half, reciprocal
 from quant.kernel import kernel
-from quant.lanes import F32, WIDTH, load, select, store, to_int, truncate
+from quant.lanes import WIDTH, Memory, Value, loop, position, select, to_float, to_int, truncate
+from quant.pack import largest_magnitude
 
 BATCH = 1
-_HALF, _ONE, _TOP = F32(0.5), F32(1), F32(127)
 
 
-@kernel
-def quantize(x, out):
-    """x: [32 * n]; out: uint8 [34 * n]. Returns the first block whose scale does not fit, or -1."""
-    bad = -1
-    for block in range(len(x) // 32):
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [32 * blocks]; out: uint8 [34 * blocks]. Returns the first block whose scale does not fit, or -1."""
+    bad = FirstBad()
+    for block in loop(0, blocks):
         start, at = block * 32, block * 34
-        scale = largest_magnitude(x, start) / _TOP
-        if put_half(out, at, scale) == INFINITY and bad < 0:
-            bad = block
+        scale = largest_magnitude(x, start) / 127.0
+        bad.note(block, put_half(out, at, scale)[1])
         inverse = reciprocal(scale)  # of the scale before rounding, as the reference has it
         for j in range(0, 32, WIDTH):
-            value = castable(load(x, start + j) * inverse)
+            value = castable(x.load(start + j) * inverse)
             whole = truncate(value)
-            rest = value - whole
-            away = select(rest >= _HALF, _ONE, ZERO) - select(rest <= -_HALF, _ONE, ZERO)
-            store(out, at + 2 + j, to_int(whole + away))
-    return bad
+            away = select(value - whole >= 0.5, 1.0, 0.0) - select(value - whole <= -0.5, 1.0, 0.0)
+            out.store(at + 2 + j, to_int(whole + away))
+    return bad.result()
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """q * d."""
+    for block in loop(0, blocks):
+        d = get_half(data, block * 34)
+        for j in range(0, 32, WIDTH):
+            signed = (data.load(block * 34 + 2 + j) << 24) >> 24
+            out.store(block * 32 + j, to_float(signed) * d)
+    return position(0)

@@ -1,0 +1,69 @@
+"""Q4_1: 32 values in 20 bytes: float16 scale and minimum, 4-bit quants (spec/quant.md, sections 2, 3 and 5)."""
+
+from __future__ import annotations
+
+from quant.arithmetic import FirstBad, get_half, put_half, reciprocal
+from quant.importance import put_row_weights
+from quant.kernel import kernel
+from quant.lanes import WIDTH, Memory, Value, batches, loop, position, room_per_lane, splat, to_float, to_int
+from quant.pack import bounds, get_nibbles, put_nibbles, truncated
+from quant.search import WEIGHTED, gather_columns, round_weighted, scale_and_minimum
+
+BATCH = 1
+WEIGHTED_BATCH = WIDTH
+ROW_MEANS = True
+_NBYTES, _TOP = 20, 15
+
+
+@kernel(memories=2)
+def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
+    """x: [32 * blocks]; out: uint8 [20 * blocks]. Returns the first block whose head does not fit, or -1."""
+    bad = FirstBad()
+    for block in loop(0, blocks):
+        start, at = block * 32, block * _NBYTES
+        low, high = bounds(x, start)
+        scale = (high - low) / float(_TOP)
+        bad.note(block, put_half(out, at, scale)[1] & put_half(out, at + 2, low)[1])
+        inverse = reciprocal(scale)
+        put_nibbles(out, at + 4, lambda j, s=start, m=low, i=inverse: truncated((x.load(s + j) - m) * i + 0.5, _TOP))
+    return bad.result()
+
+
+@kernel(memories=4)
+def quantize_weighted(  # noqa: PLR0913
+    x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value
+) -> Value:
+    """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
+    bad = FirstBad()
+    columns, weights = room_per_lane(32), room_per_lane(32)
+    scales, minimums, inverses, offsets = (room_per_lane(1) for _ in range(4))
+    for group in batches(blocks, WIDTH):
+        gather_columns(x, group * 32, 32, columns)
+        put_row_weights(importance, means, group, row, columns, weights)
+        found = scale_and_minimum(columns, weights, 32, _TOP, WEIGHTED, weighted=True)
+        for memory, value in zip(
+            (scales, minimums, inverses, offsets),
+            (found.scale, found.minimum, found.inverse, found.offset), strict=True,
+        ):  # fmt: skip
+            memory.store(0, value)
+        for lane in loop(0, WIDTH):
+            block = group + lane
+            at = block * _NBYTES
+            bad.note(block, put_half(out, at, scales[lane])[1] & put_half(out, at + 2, minimums[lane])[1])
+            inverse, offset = splat(inverses[lane]), splat(offsets[lane])
+            put_nibbles(
+                out, at + 4,
+                lambda j, b=block, i=inverse, o=offset: to_int(round_weighted(i * (x.load(b * 32 + j) - o), _TOP)),
+            )  # fmt: skip
+    return bad.result()
+
+
+@kernel(memories=2)
+def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
+    """q * d + m."""
+    for block in loop(0, blocks):
+        d, m = get_half(data, block * _NBYTES), get_half(data, block * _NBYTES + 2)
+        quants = get_nibbles(data, block * _NBYTES + 4)
+        for j in range(0, 32, WIDTH):
+            out.store(block * 32 + j, to_float(quants(j)) * d + m)
+    return position(0)
