@@ -7,12 +7,11 @@ from collections.abc import Callable
 from quant.arithmetic import FirstBad
 from quant.importance import place_importance, put_weights, sum_of_squares
 from quant.lanes import (
-    batches,
     WIDTH,
     Memory,
     Value,
     absolute,
-    loop,
+    batches,
     nearest,
     number,
     position,
@@ -37,7 +36,7 @@ BATCH = WIDTH // 8  # super-blocks whose sub-blocks fill the lanes
 PutQuants = Callable[[Memory, Value, Callable[[int], Value]], None]
 
 
-def quantize_affine(  # noqa: PLR0913
+def quantize_affine(
     x: Memory, out: Memory, blocks: Value, nbytes: int, top: int, candidates: Candidates, put: PutQuants
 ) -> Value:
     """Q4_K, Q5_K without importance; blocks >= BATCH. Returns the first bad block or -1."""
@@ -57,11 +56,13 @@ def quantize_affine(  # noqa: PLR0913
         for block in range(BATCH):
             at = (batch + block) * nbytes
             bad.note(batch + block, put_six_bit_scales(scales, minimums, block * 8, out, at))
-            put(out, at, _final(x, (batch + block) * 256, block * 8, scales, minimums, inverses, offsets, top, _nearest))
+            put(
+                out, at, _final(x, (batch + block) * 256, block * 8, scales, minimums, inverses, offsets, top, _nearest)
+            )
     return bad.result()
 
 
-def quantize_affine_weighted(  # noqa: PLR0913
+def quantize_affine_weighted(
     x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value, nbytes: int, top: int, put: PutQuants
 ) -> Value:
     """Q4_K, Q5_K with one importance per column; blocks >= BATCH."""
@@ -103,7 +104,7 @@ def _nearest(value: Value, top: int) -> Value:
     return nearest(value, 0, top)
 
 
-def _final(  # noqa: PLR0913
+def _final(
     x: Memory, start: Value, first: int, scales: Memory, minimums: Memory, inverses: Memory, offsets: Memory,
     top: int, rounding: Callable[[Value, int], Value],
 ) -> Callable[[int], Value]:  # fmt: skip
@@ -118,5 +119,3 @@ def _final(  # noqa: PLR0913
         return to_int(select(scale != 0, stored, searched))
 
     return quants
-
-

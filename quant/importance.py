@@ -34,14 +34,14 @@ def place_importance(importance: Memory, first: Value, count: int, size: int, ro
             places.store(b * size + j, importance.load(at + j))
 
 
-def put_weights(places: Memory, n: int, mean: Value, columns: Memory, weights: Memory) -> None:
-    """Weights of WIDTH sub-blocks of n values; `mean` is s2, per lane."""
+def put_weights(places: Memory, n: int, mean: Value, columns: Memory, weights: Memory, first: int = 0) -> None:
+    """Weights of WIDTH sub-blocks of n values, whose importance begins at places[first]; `mean` is s2, per lane."""
     for j in range(n):
         x = column(columns, j)
-        weights.store(j * WIDTH, places.columns(j, n) * square_root(mean + x * x))
+        weights.store(j * WIDTH, places.columns(first + j, n) * square_root(mean + x * x))
 
 
-def put_row_weights(  # noqa: PLR0913
+def put_row_weights(
     importance: Memory, means: Memory, group: Value, row: Value, columns: Memory, weights: Memory
 ) -> None:
     """Weights of WIDTH blocks of 32, from block `group` on, where s2 is the mean square of a block's row."""

@@ -42,7 +42,7 @@ class Kernel:
 
     def __call__(self, *args: Any) -> int:
         arrays, sizes = args[: self.memories], args[self.memories :]
-        stored = tuple(_STORED[a.dtype.str] for a in arrays)
+        stored: tuple[Stored, ...] = tuple(_STORED[a.dtype.str] for a in arrays)
         function = self._compiled.get(stored) or self._compile(stored, len(sizes))
         return function(*(a.ctypes.data for a in arrays), *sizes)
 

@@ -207,7 +207,11 @@ def _compare(a: Operand, b: Operand, sign: str) -> Value:
 def splat(value: Operand) -> Value:
     """All lanes hold one value; a Python float becomes float32, an int int32."""
     if not isinstance(value, Value):
-        value = Value(ir.Constant(_I32 if isinstance(value, int) else _FLOAT, value if isinstance(value, int) else float(F32(value))))
+        value = Value(
+            ir.Constant(
+                _I32 if isinstance(value, int) else _FLOAT, value if isinstance(value, int) else float(F32(value))
+            )
+        )
     vector = ir.VectorType(value.kind, WIDTH)
     one = _b().insert_element(ir.Constant(vector, ir.Undefined), value.ir, ir.Constant(_I32, 0))
     zeros = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)
@@ -252,13 +256,13 @@ def select(condition: Value, yes: Operand, no: Operand) -> Value:
 
 
 def larger(a: Operand, b: Operand) -> Value:
-    """a > b ? a : b, as C's MAX macro."""
+    """A > b ? a : b, as C's MAX macro."""
     left, right = _pair(a, b)
     return select(left > right, left, right)
 
 
 def smaller(a: Operand, b: Operand) -> Value:
-    """a < b ? a : b, as C's MIN macro."""
+    """A < b ? a : b, as C's MIN macro."""
     left, right = _pair(a, b)
     return select(left < right, left, right)
 
@@ -314,7 +318,7 @@ def _kind_like(value: Value, kind: Any) -> Any:
 
 
 def nearest(value: Value, low: int, high: int) -> Value:
-    """ggml's nearest_int, clamped to low ... high, as float.
+    """Ggml's nearest_int, clamped to low ... high, as float.
 
     Round half to even for |value| <= 4194303. Outside, and for infinities and NaN, the reference takes whatever stands
     in the mantissa after the magic addition; the bit operations here give the same (spec/quant.md, section 1).
@@ -333,7 +337,7 @@ def nearest_within(value: Value, low: int, high: int) -> Value:
 
 
 def nearest_int(value: Value) -> Value:
-    """ggml's nearest_int, as int32, unclamped."""
+    """Ggml's nearest_int, as int32, unclamped."""
     return (float_bits(value + _MAGIC) & 0x7FFFFF) - 0x400000
 
 

@@ -52,7 +52,7 @@ def get_nibbles(data: Memory, at: Value) -> Quants:
 
     def quants(j: int) -> Value:
         byte = data.load(at + j % 16)
-        return byte & 15 if j < 16 else byte >> 4  # noqa: PLR2004
+        return byte & 15 if j < 16 else byte >> 4
 
     return quants
 
@@ -79,7 +79,7 @@ def _bit_lanes(data: Memory, at: Value, j: int) -> Value:
 
 
 def largest_magnitude(x: Memory, start: Value) -> Value:
-    """max |x| of x[start : start + 32]."""
+    """Max |x| of x[start : start + 32]."""
     top = absolute(x.load(start))
     for j in range(WIDTH, 32, WIDTH):
         top = larger(absolute(x.load(start + j)), top)
@@ -133,9 +133,7 @@ def truncated(value: Value, top: int) -> Value:
 # --- 6-bit scales ----------------------------------------------------------------------------------------------------
 
 
-def put_six_bit_scales(
-    scales: Memory, minimums: Memory, first: int, out: Memory, at: Value
-) -> Value:
+def put_six_bit_scales(scales: Memory, minimums: Memory, first: int, out: Memory, at: Value) -> Value:
     """The head of a Q4_K or Q5_K super-block: d, dmin and eight 6-bit scales and minimums, 16 bytes.
 
     scales, minimums: those of the super-block from index `first` on; they are replaced by what the stored values decode
@@ -153,7 +151,7 @@ def put_six_bit_scales(
     return put_levels(most_scale / 63.0, most_minimum / 63.0, levels[0], levels[1], scales, minimums, first, out, at)
 
 
-def put_levels(  # noqa: PLR0913
+def put_levels(
     scale: Value, minimum: Value, ls: list[Value], lm: list[Value], scales: Memory, minimums: Memory, first: int,
     out: Memory, at: Value,
 ) -> Value:  # fmt: skip

@@ -155,9 +155,7 @@ def scale_and_minimum(  # noqa: PLR0915
             inverse.set(select(better, trial, inverse))
             offset.set(select(better, minimum, offset))
             minimum.set(select(better, trial_minimum, minimum))
-    return Affine(
-        select(flat, 0.0, scale), Value(minimum.ir), select(flat, 0.0, inverse), select(flat, low, offset)
-    )
+    return Affine(select(flat, 0.0, scale), Value(minimum.ir), select(flat, 0.0, inverse), select(flat, low, offset))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quant.arithmetic import FirstBad
 from quant.kernel import kernel
-from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, float_bits, loop, position
+from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, float_bits, position
 
 BATCH = WIDTH
 _OVERFLOW = 3.3961775292304957e38  # from here on rounding gives infinity

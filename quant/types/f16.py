@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quant.arithmetic import FirstBad, to_half
 from quant.kernel import kernel
-from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, loop, position
+from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, position
 
 BATCH = WIDTH
 _OVERFLOW = 65520.0  # from here on rounding gives infinity

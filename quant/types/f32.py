@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quant.kernel import kernel
-from quant.lanes import WIDTH, Memory, Value, batches, loop, position
+from quant.lanes import WIDTH, Memory, Value, batches, position
 
 BATCH = WIDTH
 

@@ -30,9 +30,7 @@ def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
 
 
 @kernel(memories=4)
-def quantize_weighted(  # noqa: PLR0913
-    x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value
-) -> Value:
+def quantize_weighted(x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value) -> Value:
     """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
     bad = FirstBad()
     columns, weights = room_per_lane(32), room_per_lane(32)
@@ -60,7 +58,7 @@ def quantize_weighted(  # noqa: PLR0913
 
 @kernel(memories=2)
 def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
-    """q * d + m."""
+    """Q * d + m."""
     for block in loop(0, blocks):
         d, m = get_half(data, block * _NBYTES), get_half(data, block * _NBYTES + 2)
         quants = get_nibbles(data, block * _NBYTES + 4)

@@ -5,7 +5,19 @@ from __future__ import annotations
 from quant.arithmetic import FirstBad, get_half, put_half, reciprocal
 from quant.importance import put_row_weights
 from quant.kernel import kernel
-from quant.lanes import WIDTH, Memory, Value, batches, loop, nearest_within, position, room_per_lane, select, to_float, to_int
+from quant.lanes import (
+    WIDTH,
+    Memory,
+    Value,
+    batches,
+    loop,
+    nearest_within,
+    position,
+    room_per_lane,
+    select,
+    to_float,
+    to_int,
+)
 from quant.pack import get_five_bits, put_five_bits, signed_extreme, truncated
 from quant.search import gather_columns, signed_scale
 
@@ -29,9 +41,7 @@ def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
 
 
 @kernel(memories=4)
-def quantize_weighted(  # noqa: PLR0913
-    x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value
-) -> Value:
+def quantize_weighted(x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value) -> Value:
     """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
     bad = FirstBad()
     columns, weights, scales, inverses = room_per_lane(32), room_per_lane(32), room_per_lane(1), room_per_lane(1)

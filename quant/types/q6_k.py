@@ -105,7 +105,7 @@ def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
             for part in range(4):
                 for j in range(0, 32, WIDTH):
                     low = data.load(at + half // 2 + part % 2 * 32 + j)
-                    low = low & 15 if part < 2 else low >> 4  # noqa: PLR2004
+                    low = low & 15 if part < 2 else low >> 4
                     q = (low | (((data.load(at + 128 + half // 4 + j) >> (2 * part)) & 3) << 4)) - 32
                     element = half + 32 * part + j
                     scale = (data[at + 192 + element // _SUB] << 24) >> 24

@@ -29,7 +29,7 @@ def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
 
 @kernel(memories=2)
 def dequantize(data: Memory, out: Memory, blocks: Value) -> Value:
-    """q * d."""
+    """Q * d."""
     for block in loop(0, blocks):
         d = get_half(data, block * 34)
         for j in range(0, 32, WIDTH):

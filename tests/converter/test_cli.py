@@ -77,11 +77,11 @@ def test_wrong_usage_is_2(arguments: list[str], capsys) -> None:
 
 @pytest.mark.parametrize("command", ["convert_main", "inspect_main"])
 def test_help_imports_nothing_heavy(command: str) -> None:
-    """numba, numpy, gguf and tqdm stay out of --help, and of importing the packages."""
+    """llvmlite, numpy, gguf and tqdm stay out of --help, and of importing the packages."""
     script = (
         f"import sys\nfrom converter.cli import {command}\nimport quant, converter, verify\n"
         f"try:\n    {command}(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print([m for m in ('numpy', 'numba', 'gguf', 'tqdm', 'torch') if m in sys.modules])"
+        "print([m for m in ('numpy', 'llvmlite', 'gguf', 'tqdm', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -22,13 +22,14 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def quantize_chunk(x: np.ndarray, name: str) -> bytes:
-    """The bytes that ggml makes of float32 rows [rows, n]."""
+def quantize_chunk(x: np.ndarray, name: str, weights: np.ndarray | None = None) -> bytes:
+    """The bytes that ggml makes of float32 rows [rows, n], with importance weights [n] or without."""
     kind = block_type(name)
     x = np.ascontiguousarray(x, np.float32)
     rows, values = x.shape
     out = np.empty(rows * kind.row_bytes(values), np.uint8)
     _library().ggml_quantize_init(kind.id)
-    written = _library().ggml_quantize_chunk(kind.id, x.ctypes.data, out.ctypes.data, 0, rows, values, None)
+    importance = None if weights is None else weights.ctypes.data
+    written = _library().ggml_quantize_chunk(kind.id, x.ctypes.data, out.ctypes.data, 0, rows, values, importance)
     assert written == out.nbytes
     return out.tobytes()

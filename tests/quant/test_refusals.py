@@ -36,7 +36,7 @@ def test_not_finite_is_seen_in_narrow_input(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("F16", 65520.0), ("Q4_0", 6e5), ("Q5_0", 1.2e6), ("Q5_1", 7e4), ("Q8_0", 9e6), ("Q4_K", 1e9), ("Q6_K", 1e12),
-     ("Q5_K", 1e9), ("BF16", 3.4e38)],
+     ("Q5_K", 1e9), ("BF16", 3.4e38), ("Q4_1", 7e4), ("IQ4_NL", 1e7), ("Q3_K", 1e8), ("Q2_K", 1e7), ("IQ4_XS", 3e8)],
 )  # fmt: skip
 def test_scales_beyond_float16_are_refused(name: str, value: float) -> None:
     """A stored scale must not become infinite; the index is that of the block."""
@@ -64,7 +64,17 @@ def test_wrong_calls_are_told_apart() -> None:
     with pytest.raises(UnknownTypeError, match="cannot be written"):
         quantize(np.zeros((1, 256), np.float32), "IQ1_S")
     with pytest.raises(ValueError, match="out must be"):
-        quantize(np.zeros((1, 256), np.float32), "Q4_K", np.zeros((1, 143), np.uint8))
+        quantize(np.zeros((1, 256), np.float32), "Q4_K", out=np.zeros((1, 143), np.uint8))
+
+
+def test_weights_are_checked() -> None:
+    """Their shape, dtype and values."""
+    x = np.ones((2, 256), np.float32)
+    for wrong in (np.ones(255, np.float32), np.ones(256), np.ones((2, 256), np.float32)):
+        with pytest.raises(ValueError, match="weights must be"):
+            quantize(x, "Q4_K", wrong)
+    with pytest.raises(QuantizationError, match="among the weights"):
+        quantize(x, "Q4_K", np.full(256, np.nan, np.float32))
 
 
 def test_errors_survive_a_process_pool() -> None:
