@@ -22,6 +22,7 @@ def convert(
     tensor_types: Sequence[str] = (),
     pre_tokenizer: str | None = None,
     name: str | None = None,
+    imatrix: str | Path | None = None,
     workers: int | None = None,
     dry_run: bool = False,
     force: bool = False,
@@ -32,7 +33,8 @@ def convert(
     model: folder with config.json, tokenizer.json and safetensors shards. out: file name, with {type} for several
     types, or a folder. types: mixes such as "Q4_K_M"; empty for the one in the file name, else Q4_K_M. mtp_type: the
     head's mix, "match" for the trunk's; None for Q8_0 or the trunk's if that keeps more bits. mtp: "bundled",
-    "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last match wins. progress: called with
+    "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last match wins. imatrix: an
+    importance matrix of llama-imatrix, GGUF or .dat. progress: called with
     (bytes done, bytes in all, tensor). Raises converter.errors.ToolError; nothing has a final name then.
     """
     import time
@@ -43,7 +45,10 @@ def convert(
     from converter.report import ConversionReport
     from converter.writer import write_plan
 
-    options = Options(tuple(types), mtp_type, Packaging(mtp), tuple(tensor_types), pre_tokenizer, name)
+    options = Options(
+        tuple(types), mtp_type, Packaging(mtp), tuple(tensor_types), pre_tokenizer, name,
+        Path(imatrix) if imatrix else None,
+    )  # fmt: skip
     started = time.monotonic()
     source = read_model(Path(model), with_head=options.packaging is not Packaging.NONE)
     try:

@@ -36,8 +36,8 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("out", metavar="OUT", type=Path, help="file to write, may hold {type}; or an existing folder")
     parser.add_argument(
         "--type", metavar="T[,T...]", default="",
-        help="types of the trunk: F32 F16 BF16 Q8_0 Q6_K Q5_K_M Q5_K_S Q4_K_M Q4_K_S Q4_0 "
-        "(default: the one in OUT's name, else Q4_K_M)",
+        help="types of the trunk: F32 F16 BF16 Q8_0 Q6_K Q5_K_M Q5_K_S Q5_1 Q5_0 Q4_K_M Q4_K_S Q4_1 Q4_0 IQ4_NL IQ4_XS "
+        "Q3_K_L Q3_K_M Q3_K_S Q2_K (default: the one in OUT's name, else Q4_K_M)",
     )  # fmt: skip
     parser.add_argument(
         "--mtp-type", metavar="T|match", help="type of the head (default: Q8_0, or the trunk's if that keeps more bits)"
@@ -53,6 +53,9 @@ def _convert_parser() -> argparse.ArgumentParser:
         help="type of tensors whose GGUF name the pattern is found in; may be repeated, the last match wins "
         "(in llama-quantize the first does)",
     )  # fmt: skip
+    parser.add_argument(
+        "--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix (GGUF or .dat)"
+    )
     parser.add_argument("--name", help="model name in the metadata (default: from model card or folder)")
     parser.add_argument(
         "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
@@ -83,7 +86,7 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
     try:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
-            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, workers=args.workers,
+            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix, workers=args.workers,
             dry_run=args.dry_run, force=args.force, progress=progress,
         )  # fmt: skip
     finally:

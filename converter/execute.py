@@ -18,6 +18,7 @@ import numpy as np
 
 from converter.checkpoint import Checkpoint, TensorInfo
 from converter.errors import CheckpointError
+from converter.imatrix import ImportanceMatrix
 from converter.plan import Plan, PlannedTensor
 from converter.rules import Rule
 from converter.transforms import Transform, apply_values, matrix_shape, source_column, source_rows
@@ -110,7 +111,7 @@ def run_threads(
         try:
             while True:
                 while len(pending) < 2 * workers and (chunk := next(work, None)):
-                    pending.add(pool.submit(run_chunk, chunk, checkpoint, sinks))
+                    pending.add(pool.submit(run_chunk, chunk, checkpoint, sinks, plan.importance))
                 if not pending:
                     break
                 finished, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -125,16 +126,20 @@ def run_threads(
     return _dead_experts(plan, seen)
 
 
-def run_chunk(chunk: Chunk, checkpoint: Checkpoint, sinks: Sequence[ChunkSink]) -> Done:
+def run_chunk(
+    chunk: Chunk, checkpoint: Checkpoint, sinks: Sequence[ChunkSink], importance: ImportanceMatrix | None = None
+) -> Done:
     """One chunk from source to all files."""
     job = chunk.job
     rows = np.arange(chunk.first, chunk.stop)
     raw = _read(job, rows, checkpoint)
+    weights = [_weights(tensor, importance) for _, tensor in job.targets]
     outputs = [np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for _, t in job.targets]
     strip = max(1, STRIP_VALUES // job.row_length)
     for begin in range(0, len(rows), strip):
         piece = raw[begin : begin + strip]
-        _quantize_strip(job, rows[begin : begin + strip], piece, [out[begin : begin + strip] for out in outputs])
+        parts = [out[begin : begin + strip] for out in outputs]
+        _quantize_strip(job, rows[begin : begin + strip], piece, weights, parts)
     for (file, tensor), out in zip(job.targets, outputs, strict=True):
         sinks[file].write(tensor.entry.offset + chunk.first * out.shape[1], out.data.cast("B"))
     return Done(chunk, _live_experts(job, rows, raw))
@@ -164,15 +169,32 @@ def _origin(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return which, source_rows(inside, job.rule.shape, job.rule.transforms)
 
 
-def _quantize_strip(job: Job, rows: np.ndarray, raw: np.ndarray, outputs: Sequence[np.ndarray]) -> None:
+def _weights(tensor: PlannedTensor, importance: ImportanceMatrix | None) -> np.ndarray | None:
+    """Importance of the tensor's columns, [experts or 1, row length], where it is quantized with weights."""
+    if importance is None or not tensor.weighted:
+        return None
+    return importance.entries[tensor.entry.name].reshape(-1, tensor.entry.ne[0])
+
+
+def _quantize_strip(
+    job: Job,
+    rows: np.ndarray,
+    raw: np.ndarray,
+    weights: Sequence[np.ndarray | None],
+    outputs: Sequence[np.ndarray],
+) -> None:
     """Quantize one strip for every target; `rows` are the result rows it holds."""
     steps = job.rule.transforms
+    first = 0
     try:
         x = raw if not changes_values(steps) else apply_values(_as_float32(raw), steps)
-        for (_, tensor), out in zip(job.targets, outputs, strict=True):
-            quantize(x, tensor.type.name, out=out)
+        for (_, tensor), weight, out in zip(job.targets, weights, outputs, strict=True):
+            for begin, stop, of_part in _parts(job, rows, weight):
+                first = begin
+                quantize(x[begin:stop], tensor.type.name, of_part, out[begin:stop])
     except QuantizationError as error:
         row, column = divmod(error.index, job.row_length)
+        row += first
         which, inside = (int(i[0]) for i in _origin(job, rows[row : row + 1]))
         source = job.sources[which]
         flat = inside * job.row_length + source_column(column, steps)
@@ -182,6 +204,17 @@ def _quantize_strip(job: Job, rows: np.ndarray, raw: np.ndarray, outputs: Sequen
             found=f"at index {[int(i) for i in np.unravel_index(flat, source.shape)]}",
             hint="the checkpoint is damaged, or this type is too narrow for it",
         ) from error  # fmt: skip
+
+
+def _parts(job: Job, rows: np.ndarray, weights: np.ndarray | None) -> Iterator[tuple[int, int, np.ndarray | None]]:
+    """Stretches of rows with one importance: (begin, stop, weights of the columns). Experts have one each."""
+    if weights is None or len(weights) == 1:
+        yield 0, len(rows), None if weights is None else weights[0]
+        return
+    experts = rows // job.rule.target_shape[1]
+    edges = [0, *(np.flatnonzero(np.diff(experts)) + 1).tolist(), len(rows)]
+    for begin, stop in pairwise(edges):
+        yield begin, stop, weights[int(experts[begin])]
 
 
 def changes_values(steps: Sequence[Transform]) -> bool:

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from converter.checkpoint import TensorInfo
-from converter.errors import CheckpointError, UnsupportedError, UsageError
+from converter.errors import CheckpointError, InputError, UnsupportedError, UsageError
 from converter.gguf_file import MAX_NAME, KeyValue, TensorEntry, entries_in_order, header_bytes, pad, u32
+from converter.imatrix import ImportanceMatrix, read_imatrix
 from converter.metadata import card_keys, file_keys, size_label
 from converter.model import Model
 from converter.rules import Role, Rule
 from converter.tokenizer import load_tokenizer
 from quant import BlockType, UnknownTypeError, block_type
-from quant.mixes import MIXES, Mix, TrunkFacts, fitting, head_types, mix, trunk_types
+from quant.block import takes_weights
+from quant.mixes import FLOAT_TYPES, MIXES, Mix, TrunkFacts, fitting, head_types, mix, trunk_types
 
 DEFAULT_TYPE = "Q4_K_M"
 DEFAULT_HEAD = "Q8_0"
@@ -52,16 +54,22 @@ class Options:
     tensor_types: tuple[str, ...] = ()
     pre_tokenizer: str | None = None
     name: str | None = None
+    imatrix: Path | None = None
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of one output file. wanted: the type it would have had if its rows were whole blocks of it."""
+    """One tensor of one output file.
+
+    wanted: the type it would have had if its rows were whole blocks of it. weighted: quantized with its entry of the
+    importance matrix.
+    """
 
     entry: TensorEntry
     rule: Rule
     sources: tuple[TensorInfo, ...]
     wanted: str | None = None
+    weighted: bool = False
 
     @property
     def type(self) -> BlockType:
@@ -104,6 +112,7 @@ class Plan:
     trunk_layers: int
     head_layers: int
     head_input: str
+    importance: ImportanceMatrix | None = None
 
     def digest(self) -> str:
         """Names everything that decides the output's bytes."""
@@ -115,6 +124,7 @@ class Plan:
             "trunk_layers": self.trunk_layers,
             "head_layers": self.head_layers,
             "head_input": self.head_input if self.head_layers else None,
+            "imatrix_sha256": self.importance.digest() if self.importance else None,
             "notes": self.notes,
             "files": [_file_json(f) for f in self.files],
         }
@@ -138,6 +148,7 @@ def _tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
         "shape": list(reversed(tensor.entry.ne)),
         "type": tensor.type.name,
         "wanted": tensor.wanted,
+        "weighted": tensor.weighted,
         "role": tensor.rule.role.value,
         "offset": tensor.entry.offset,
         "bytes": tensor.entry.nbytes,
@@ -155,7 +166,8 @@ def make_plan(model: Model, out: Path, options: Options) -> Plan:
     trunks = _trunk_mixes(options, target)
     overrides = _Overrides(options.tensor_types)
     tokenizer = load_tokenizer(model.config, model.table.vocabulary, options.pre_tokenizer)
-    draft = _Draft(model, overrides, tokenizer.keys, options.name)
+    importance = _Importance(model, options)
+    draft = _Draft(model, overrides, tokenizer.keys, options.name, importance)
     files: list[PlannedFile] = []
     for trunk in trunks:
         head = _head_mix(options, trunk) if has_head else None
@@ -166,18 +178,20 @@ def make_plan(model: Model, out: Path, options: Options) -> Plan:
             elif same.kind != "sidecar" or file.kind != "sidecar":  # trunks of several types share one sidecar
                 raise UsageError("trunk and sidecar would have the same name", file.path)
     overrides.refuse_unmatched()
-    notes = [*model.notes, *tokenizer.notes, *_name_notes(files)]
+    notes = [*model.notes, *tokenizer.notes, *_name_notes(files), *importance.notes(files)]
     return Plan(
         files, notes, model.architecture.name, model.table.trunk_layers,
-        model.head_layers if has_head else 0, model.architecture.head_input,
+        model.head_layers if has_head else 0, model.architecture.head_input, importance.matrix,
     )  # fmt: skip
 
 
 class _Draft:
     """Builds the files of one model; what they share is worked out once."""
 
-    def __init__(self, model: Model, overrides: _Overrides, tokenizer: list[KeyValue], name: str | None) -> None:
-        self.model, self.overrides, self.tokenizer = model, overrides, tokenizer
+    def __init__(
+        self, model: Model, overrides: _Overrides, tokenizer: list[KeyValue], name: str | None, importance: _Importance
+    ) -> None:
+        self.model, self.overrides, self.tokenizer, self.importance = model, overrides, tokenizer, importance
         self.card, self.has_label = card_keys(model.folder, name)
 
     def files(self, target: Path, trunk: Mix, head: Mix | None, packaging: Packaging) -> Iterator[PlannedFile]:
@@ -202,7 +216,7 @@ class _Draft:
         chosen = [(r, *self._type(r, types.get(r.target))) for r in rules]
         entries = entries_in_order((r.target, tuple(reversed(r.target_shape)), kind) for r, kind, _ in chosen)
         tensors = [
-            PlannedTensor(entry, rule, self.model.sources[rule.target], wanted)
+            PlannedTensor(entry, rule, self.model.sources[rule.target], wanted, self.importance.serves(entry))
             for entry, (rule, _, wanted) in zip(entries, chosen, strict=True)
         ]
         layers = self.model.head_layers if head else 0
@@ -213,7 +227,10 @@ class _Draft:
         )  # fmt: skip
         if kind == "bundled" and head is not None:
             keys.append(u32("mtp.file_type", head.file_type))
-        return PlannedFile(path, kind, main.name, head.name if head else None, keys + self.tokenizer, tensors)
+        keys += self.tokenizer
+        if self.importance.matrix is not None and main.type not in FLOAT_TYPES:
+            keys += self.importance.matrix.keys()
+        return PlannedFile(path, kind, main.name, head.name if head else None, keys, tensors)
 
     def _types(self, kind: str, main: Mix, head: Mix | None, rules: list[Rule]) -> dict[str, BlockType]:
         named = [(r.target, r.target_shape) for r in rules]
@@ -221,7 +238,9 @@ class _Draft:
             return head_types(main, named)
         trunk = [(r.target, r.target_shape) for r in rules if r.role is not Role.MTP]
         table = self.model.table
-        types = trunk_types(main, trunk, TrunkFacts(table.trunk_layers, table.experts, table.heads_per_kv_head))
+        weighted = self.importance.matrix is not None
+        facts = TrunkFacts(table.trunk_layers, table.experts, table.heads_per_kv_head, weighted)
+        types = trunk_types(main, trunk, facts)
         if head is not None:
             types |= head_types(head, [(r.target, r.target_shape) for r in rules if r.role is Role.MTP])
         return types
@@ -233,6 +252,50 @@ class _Draft:
         wanted = self.overrides.apply(rule.target, chosen)
         fits = fitting(wanted, rule.target_shape[-1])
         return fits, (wanted.name if fits is not wanted else None)
+
+
+class _Importance:
+    """The importance matrix of a run, if there is one, and which tensors it has nothing for."""
+
+    def __init__(self, model: Model, options: Options) -> None:
+        self.matrix = read_imatrix(options.imatrix) if options.imatrix else None
+        self.unfit: list[str] = []
+        if self.matrix is None:
+            return
+        shapes = {r.target: r.target_shape for r in model.rules}
+        for name, values in self.matrix.entries.items():
+            shape = shapes.get(name)
+            if shape is None:
+                continue
+            if values.size != shape[-1] * (shape[0] if len(shape) == 3 else 1):
+                if (
+                    name != "token_embd.weight"
+                ):  # of tied models it is the output's input, and llama-quantize ignores it
+                    raise InputError(
+                        "the importance matrix is of another model", self.matrix.file, name,
+                        expected=f"{shape[-1]} columns per matrix of {list(shape)}", found=f"{values.size} values",
+                    )  # fmt: skip
+                self.unfit.append(name)
+
+    def serves(self, entry: TensorEntry) -> bool:
+        """Whether this tensor is quantized with weights."""
+        if self.matrix is None or not takes_weights(entry.type):
+            return False
+        return entry.name in self.matrix.entries and entry.name not in self.unfit
+
+    def notes(self, files: list[PlannedFile]) -> list[str]:
+        if self.matrix is None:
+            return []
+        without = sorted({
+            t.entry.name for f in files for t in f.tensors if takes_weights(t.type) and not t.weighted
+        })  # fmt: skip
+        if not without:
+            return []
+        head = sum(
+            any(t.entry.name == n and t.rule.role is Role.MTP for f in files for t in f.tensors) for n in without
+        )
+        what = f"{len(without)} tensors ({head} of the MTP head) have no entry in the importance matrix"
+        return [f"{what} and are quantized without weights: {', '.join(without)}"]
 
 
 class _Overrides:

@@ -94,3 +94,12 @@ def block_type(name: str) -> BlockType:
     if found is None:
         raise UnknownTypeError(f"no ggml type is called {name!r}; known: {', '.join(TYPES)}")
     return found
+
+
+# Types for which ggml uses an importance matrix; all others ignore it.
+_WEIGHTED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
+
+
+def takes_weights(kind: BlockType) -> bool:
+    """Whether importance changes the bytes of this type."""
+    return kind.name in _WEIGHTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quant.block import BlockType
+from quant.block import BlockType, takes_weights
 from quant.errors import QuantizationError, UnknownTypeError
 from quant.scan import first_not_finite
 
@@ -30,7 +30,7 @@ def quantize(
     bad = first_not_finite(flat)
     if bad >= 0:
         raise QuantizationError("NaN or infinity", kind.name, bad)
-    if weights is not None and hasattr(kind.kernels(), "quantize_weighted"):
+    if weights is not None and takes_weights(kind):
         bad = _run_weighted(flat, kind, _checked_weights(weights, x.shape[-1], kind), out.reshape(-1))
     else:
         bad = _run(flat, kind, out.reshape(-1))

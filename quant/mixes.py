@@ -35,15 +35,27 @@ MIXES = {
         Mix("Q6_K", "Q6_K", 18),
         Mix("Q5_K_M", "Q5_K", 17),
         Mix("Q5_K_S", "Q5_K", 16),
+        Mix("Q5_1", "Q5_1", 9),
+        Mix("Q5_0", "Q5_0", 8),
         Mix("Q4_K_M", "Q4_K", 15),
         Mix("Q4_K_S", "Q4_K", 14),
+        Mix("Q4_1", "Q4_1", 3),
         Mix("Q4_0", "Q4_0", 2),
+        Mix("IQ4_NL", "IQ4_NL", 25),
+        Mix("IQ4_XS", "IQ4_XS", 30),
+        Mix("Q3_K_L", "Q3_K", 13),
+        Mix("Q3_K_M", "Q3_K", 12),
+        Mix("Q3_K_S", "Q3_K", 11),
+        Mix("Q2_K", "Q2_K", 10),
     )
 }
-_ALIASES = {"Q5_K": "Q5_K_M", "Q4_K": "Q4_K_M"}
-_FLOATS = {"F32", "F16", "BF16"}
-_FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_ONE_STEP_UP = {"Q4_K": "Q5_K", "Q5_K": "Q6_K", "Q6_K": "Q8_0"}
+_ALIASES = {"Q5_K": "Q5_K_M", "Q4_K": "Q4_K_M", "Q3_K": "Q3_K_M"}
+FLOAT_TYPES = {"F32", "F16", "BF16"}
+_IQ4 = {"IQ4_NL", "IQ4_XS"}
+_FALLBACK = {
+    "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL",
+}  # fmt: skip
+_ONE_STEP_UP = {"Q3_K": "Q4_K", "Q4_K": "Q5_K", "Q5_K": "Q6_K", "Q6_K": "Q8_0"}
 _SENSITIVE_IN_HEAD = ("nextn.eh_proj", "attn_v.", "ffn_down")
 # Names that llama-quantize never quantizes, of those that models here have.
 _NEVER = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d")
@@ -76,11 +88,20 @@ def fitting(kind: BlockType, row: int) -> BlockType:
 
 @dataclass(frozen=True)
 class TrunkFacts:
-    """What the table asks of a model: its layers, experts, and query heads per key/value head."""
+    """What the table asks of a model: its layers, experts, query heads per key/value head, and an importance matrix.
+
+    The mere presence of a matrix counts, also for tensors that it has no entry for.
+    """
 
     layers: int
     experts: int
     heads_per_kv_head: int
+    has_importance: bool = False
+
+    @property
+    def is_mixtral_like(self) -> bool:
+        """Exactly 8 experts: the table means Mixtral, but asks for just this."""
+        return self.experts == 8
 
 
 def trunk_types(recipe: Mix, tensors: Sequence[tuple[str, Shape]], facts: TrunkFacts) -> dict[str, BlockType]:
@@ -97,17 +118,17 @@ def trunk_types(recipe: Mix, tensors: Sequence[tuple[str, Shape]], facts: TrunkF
     for name in names:
         if name == "output.weight" or (name == "token_embd.weight" and not has_output):
             chosen = _output_type(recipe, rows[name])
-        elif recipe.type in _FLOATS:
+        elif recipe.type in FLOAT_TYPES:
             chosen = recipe.type
         elif _is_value(name):
             chosen = _value_type(recipe, values.index(name), len(values), facts)
-        elif "attn_k.weight" in name and facts.experts == 8:
+        elif "attn_k.weight" in name and facts.is_mixtral_like:
             chosen = "Q8_0"
         elif "attn_output.weight" in name:
-            chosen = "Q5_K" if facts.experts == 8 and recipe.name in {"Q4_K_S", "Q4_K_M"} else recipe.type
+            chosen = _attention_output_type(recipe, facts)
         elif "ffn_down" in name:
             position = _block(name) if facts.experts > 1 else downs.index(name)
-            chosen = _down_type(recipe, position, facts.layers)
+            chosen = _down_type(recipe, position, facts)
         else:
             chosen = recipe.type
         types[name] = block_type(chosen)
@@ -143,7 +164,7 @@ def _more_bits(i: int, n: int) -> bool:
 
 
 def _output_type(recipe: Mix, row: int) -> str:
-    if recipe.type in _FLOATS:
+    if recipe.type in FLOAT_TYPES:
         return recipe.type
     if row % block_type(recipe.type).block or recipe.type == "Q8_0":
         return "Q8_0"
@@ -151,18 +172,49 @@ def _output_type(recipe: Mix, row: int) -> str:
 
 
 def _value_type(recipe: Mix, i: int, n: int, facts: TrunkFacts) -> str:
-    if facts.experts == 8:
+    grouped = facts.heads_per_kv_head >= 4
+    if facts.is_mixtral_like:
         return "Q8_0"
-    if recipe.name in {"Q4_K_M", "Q5_K_M"} and _more_bits(i, n):
-        return "Q6_K"
-    if recipe.name == "Q4_K_S" and i < 4:
-        return "Q5_K"
+    match recipe.name:
+        case "Q2_K":
+            return "Q4_K" if grouped else "Q3_K"
+        case "Q3_K_M":
+            return "Q5_K" if i < 2 else "Q4_K"
+        case "Q3_K_L":
+            return "Q5_K"
+        case "IQ4_NL" | "IQ4_XS" if grouped:
+            return "Q5_K"
+        case "Q4_K_M" | "Q5_K_M" if _more_bits(i, n):
+            return "Q6_K"
+        case "Q4_K_S" if i < 4:
+            return "Q5_K"
     return recipe.type
 
 
-def _down_type(recipe: Mix, i: int, layers: int) -> str:
-    if recipe.name in {"Q4_K_M", "Q5_K_M"} and _more_bits(i, layers):
-        return "Q6_K"
-    if recipe.name == "Q4_K_S" and i < layers // 8:
-        return "Q5_K"
+def _down_type(recipe: Mix, i: int, facts: TrunkFacts) -> str:
+    first_eighth = i < facts.layers // 8
+    match recipe.name:
+        case "Q2_K":
+            return "Q3_K"
+        case "Q3_K_M":
+            return "Q5_K" if i < facts.layers // 16 else "Q4_K"
+        case "Q3_K_L":
+            return "Q5_K"
+        case "Q4_K_M" | "Q5_K_M" if _more_bits(i, facts.layers):
+            return "Q6_K"
+        case "Q4_K_S" if first_eighth:
+            return "Q5_K"
+        case "IQ4_NL" | "IQ4_XS" if first_eighth and not facts.has_importance:
+            return "Q5_K"
+        case "Q4_0" if first_eighth and facts.has_importance:
+            return "Q4_1"
+        case "Q5_0" if first_eighth and facts.has_importance:
+            return "Q5_1"
     return recipe.type
+
+
+def _attention_output_type(recipe: Mix, facts: TrunkFacts) -> str:
+    if facts.is_mixtral_like:
+        raised = {"Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", *_IQ4}
+        return "Q5_K" if recipe.name in raised else recipe.type
+    return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(recipe.name, recipe.type)

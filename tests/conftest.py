@@ -11,7 +11,10 @@ from converter import convert
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "tiny-qwen3.5-dense"
 SHARED = ROOT.parent / "shared" / "fixtures"
-MIXES = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_0")
+MIXES = (
+    "F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0",
+    "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K",
+)  # fmt: skip
 
 
 def shared(name: str) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import MIXES, shared
+from converter import convert
+from tests.conftest import MIXES, checkpoint, shared
 from tests.oracles import gguf_files
 
 KINDS = ("dense", "moe")
@@ -65,3 +66,29 @@ def test_f32_holds_the_values_of_bf16(conversions, kind: str) -> None:
     for tensor in GGUFReader(conversions(kind, "none") / "BF16.gguf").tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         assert (wide[tensor.name].data.reshape(values.shape) == values).all()
+
+
+IMATRIX_MIXES = ("Q2_K", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "IQ4_XS")
+
+
+@pytest.mark.parametrize(("kind", "form"), [("dense", "gguf"), ("moe", "gguf"), ("dense", "dat")])
+def test_weighted_trunk_equals_the_reference(tmp_path, kind: str, form: str) -> None:
+    """With an importance matrix: every tensor, and what the metadata says of it.
+
+    The tables were made from the GGUF form; the legacy form of the MoE run is rounded differently (mean times calls).
+    """
+    tables = {mix: shared(f"expected/{kind}-trunk-{mix}-imatrix.json") for mix in IMATRIX_MIXES}
+    matrix = shared(f"imatrix/{kind}.imatrix.{form}")
+    report = convert(checkpoint(kind), tmp_path / "{type}.gguf", types=IMATRIX_MIXES, mtp="none", imatrix=matrix)
+    for mix, table in tables.items():
+        assert gguf_files.tensor_digests(tmp_path / f"{mix}.gguf") == gguf_files.expected_digests(table), mix
+        if form == "gguf":
+            found = gguf_files.metadata(tmp_path / f"{mix}.gguf")
+            expected = gguf_files.expected_metadata(table)
+            assert {k: v for k, v in found.items() if "imatrix" in k} == {
+                k: v for k, v in expected.items() if "imatrix" in k
+            }
+    (note,) = (n for n in report.notes if "importance matrix" in n)
+    assert "(0 of the MTP head)" in note
+    assert "token_embd.weight" in note
+    assert "ffn_up" not in note
