@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quant.arithmetic import FirstBad
-from quant.importance import place_importance, put_weights, sum_of_squares
+from quant.importance import place_importance, put_weights
 from quant.lanes import (
     WIDTH,
     Memory,
@@ -63,9 +63,17 @@ def quantize_affine(
 
 
 def quantize_affine_weighted(
-    x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value, nbytes: int, top: int, put: PutQuants
+    x: Memory,
+    importance: Memory,
+    squares: Memory,
+    out: Memory,
+    blocks: Value,
+    row: Value,
+    nbytes: int,
+    top: int,
+    put: PutQuants,
 ) -> Value:
-    """Q4_K, Q5_K with one importance per column; blocks >= BATCH."""
+    """Q4_K, Q5_K with one importance per column. squares: sums of squares of the blocks; blocks >= BATCH."""
     bad = FirstBad()
     columns, weights, places = room_per_lane(32), room_per_lane(32), room_per_lane(32)
     scales, minimums, inverses, offsets, sums, spread = (room_per_lane(1) for _ in range(6))
@@ -73,7 +81,7 @@ def quantize_affine_weighted(
         gather_columns(x, batch * 256, 32, columns)
         place_importance(importance, batch, BATCH, 256, row, places)
         for block in range(BATCH):
-            mean = (number(2.0) * sum_of_squares(x, (batch + block) * 256, 256)) / 256.0
+            mean = (number(2.0) * squares[batch + block]) / 256.0
             for s in range(8):
                 spread[position(block * 8 + s)] = mean
         put_weights(places, 32, spread.load(0), columns, weights)

@@ -86,12 +86,14 @@ def _run_weighted(x: np.ndarray, kind: BlockType, weights: np.ndarray, out: np.n
     source = x if least == blocks else _padded(x, least * kind.block)
     packed = out if least == blocks else np.empty(least * kind.nbytes, np.uint8)
     extra: list[np.ndarray] = []
-    if getattr(module, "ROW_MEANS", False):
-        from quant.importance import row_means
+    over = getattr(module, "SUMS_OVER", None)
+    if over is not None:
+        from quant.importance import sums_of_squares
 
-        means = np.zeros(-(-len(source) // row), np.float32)
-        row_means(x, means, len(x) // row, row)
-        extra.append(means)
+        length = row if over == "row" else kind.block
+        sums = np.zeros(-(-len(source) // length), np.float32)
+        sums_of_squares(x, sums, len(x) // length, length)
+        extra.append(sums)
     bad = module.quantize_weighted(source, weights, *extra, packed, least, row)
     if packed is not out:
         out[:] = packed[: len(out)]

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from quant.kernel import kernel
-from quant.lanes import WIDTH, Memory, Value, loop, number, position, room_per_lane, square_root, to_float, var
+from quant.lanes import WIDTH, Memory, Value, loop, number, position, room_per_lane, splat, square_root, to_float, var
 from quant.search import column
 
 
 @kernel(memories=2)
-def row_means(x: Memory, means: Memory, rows: Value, row: Value) -> Value:
-    """Mean square of every row of `row` values, summed in order."""
-    for r in loop(0, rows):
-        means[r] = sum_of_squares(x, r * row, row) / to_float(row)
+def sums_of_squares(x: Memory, sums: Memory, count: Value, length: Value) -> Value:
+    """Sum of x * x in order, of `count` stretches of `length` values; WIDTH stretches side by side where there are."""
+    whole = count // WIDTH * WIDTH
+    for group in loop(0, whole, WIDTH):
+        totals = var(splat(0.0))
+        for i in loop(0, length):
+            value = x.columns(group * length + i, length)
+            totals.set(totals + value * value)
+        sums.store(group, totals)
+    for one in loop(whole, count):
+        total = var(number(0.0))
+        for i in loop(0, length):
+            total.set(total + x[one * length + i] * x[one * length + i])
+        sums[one] = total
     return position(0)
-
-
-def sum_of_squares(x: Memory, start: Value, n: Value | int) -> Value:
-    """Sum of x * x in order, a scalar."""
-    total = var(number(0.0))
-    for i in loop(0, n):
-        total.set(total + x[start + i] * x[start + i])
-    return Value(total.ir)
 
 
 def place_importance(importance: Memory, first: Value, count: int, size: int, row: Value, places: Memory) -> None:
@@ -42,11 +44,14 @@ def put_weights(places: Memory, n: int, mean: Value, columns: Memory, weights: M
 
 
 def put_row_weights(
-    importance: Memory, means: Memory, group: Value, row: Value, columns: Memory, weights: Memory
+    importance: Memory, sums: Memory, group: Value, row: Value, columns: Memory, weights: Memory
 ) -> None:
-    """Weights of WIDTH blocks of 32, from block `group` on, where s2 is the mean square of a block's row."""
+    """Weights of WIDTH blocks of 32, from block `group` on, where s2 is the mean square of a block's row.
+
+    sums: sums of squares of the rows.
+    """
     places, spread = room_per_lane(32), room_per_lane(1)
     place_importance(importance, group, WIDTH, 32, row, places)
     for lane in loop(0, WIDTH):
-        spread[lane] = means[(group + lane) * 32 // row]
+        spread[lane] = sums[(group + lane) * 32 // row] / to_float(row)
     put_weights(places, 32, spread.load(0), columns, weights)

@@ -382,6 +382,23 @@ def _reduce(lanes: Value, choose: Any) -> Value:
     return Value(_b().extract_element(lanes.ir, ir.Constant(_I32, 0)))
 
 
+def transposed(rows: list[Value]) -> list[Value]:
+    """WIDTH vectors as a square: vector j of the result holds lane j of every row."""
+    rows, distance = list(rows), WIDTH // 2
+    while distance:
+        keep = [lane if not lane & distance else WIDTH + lane - distance for lane in range(WIDTH)]
+        swap = [lane + distance if not lane & distance else WIDTH + lane for lane in range(WIDTH)]
+        for i in range(WIDTH):
+            if not i & distance:
+                a, b = rows[i].ir, rows[i + distance].ir
+                rows[i], rows[i + distance] = (
+                    Value(_b().shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, WIDTH), lanes)))
+                    for lanes in (keep, swap)
+                )
+        distance //= 2
+    return rows
+
+
 # --- control -----------------------------------------------------------------------------------------------------
 
 
@@ -437,12 +454,12 @@ class Memory:
         """WIDTH consecutive values from `at` on."""
         return self._widened(_b().load(self._at(at, lanes=True), align=_ALIGN[self.stored]))
 
-    def columns(self, at: Operand, stride: int) -> Value:
+    def columns(self, at: Operand, stride: Operand) -> Value:
         """Lane i is the value at `at` + i * stride: the same element of WIDTH sub-blocks."""
         kind = _STORED[self.stored]
         value: Any = ir.Constant(ir.VectorType(kind, WIDTH), ir.Undefined)
         for lane in range(WIDTH):
-            one = _b().load(self._at(position(at) + lane * stride))
+            one = _b().load(self._at(position(at) + position(stride) * lane))
             value = _b().insert_element(value, one, ir.Constant(_I32, lane))
         return self._widened(value)
 

@@ -17,6 +17,7 @@ from quant.lanes import (
     absolute,
     all_lanes,
     any_lane,
+    larger,
     loop,
     nearest,
     nearest_int,
@@ -28,6 +29,7 @@ from quant.lanes import (
     splat,
     square_root,
     to_float,
+    transposed,
     var,
     when,
 )
@@ -37,8 +39,10 @@ _EXACT_UP_TO = 4194303.0  # nearest_within equals nearest below this
 
 def gather_columns(x: Memory, start: Value, n: int, columns: Memory) -> None:
     """Lay WIDTH consecutive sub-blocks of n values, from x[start] on, side by side; widened to float32."""
-    for j in range(n):
-        columns.store(j * WIDTH, x.columns(start + j, n))
+    for tile in range(0, n, WIDTH):
+        rows = [x.load(start + (sub * n + tile)) for sub in range(WIDTH)]
+        for j, lanes in enumerate(transposed(rows)):
+            columns.store((tile + j) * WIDTH, lanes)
 
 
 def column(columns: Memory, j: int) -> Value:
@@ -75,8 +79,7 @@ def round_unweighted(value: Value, top: int) -> Value:
 
 def round_weighted(value: Value, top: int) -> Value:
     """Quants of make_qkx3_quants: clamped, then rounded; 0 for NaN."""
-    rounded = (smaller(value, float(top)) + 12582912.0) - 12582912.0
-    return select(value > 0, rounded, 0.0)
+    return (smaller(larger(value, 0.0), float(top)) + 12582912.0) - 12582912.0
 
 
 def scale_and_minimum(  # noqa: PLR0915

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quant.arithmetic import FirstBad, get_half, put_half, reciprocal
-from quant.importance import place_importance, put_weights, sum_of_squares
+from quant.importance import place_importance, put_weights
 from quant.iq4 import entry, nearest_index, table_scale
 from quant.kernel import kernel
 from quant.lanes import (
@@ -23,31 +23,34 @@ from quant.pack import get_nibbles, put_nibbles
 from quant.search import column, first_extreme, gather_columns
 
 BATCH = WEIGHTED_BATCH = WIDTH // 8
+SUMS_OVER = "block"
 _NBYTES, _SUBS = 136, 8
 
 
 @kernel(memories=2)
 def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
     """x: [256 * blocks], blocks >= BATCH; out: uint8 [136 * blocks]. Returns the first bad block or -1."""
-    return _quantize(x, None, out, blocks, blocks)
+    return _quantize(x, None, None, out, blocks, blocks)
 
 
-@kernel(memories=3)
-def quantize_weighted(x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value) -> Value:
-    """importance: [row], one per column."""
-    return _quantize(x, importance, out, blocks, row)
+@kernel(memories=4)
+def quantize_weighted(x: Memory, importance: Memory, squares: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column; squares: sums of squares of the blocks."""
+    return _quantize(x, importance, squares, out, blocks, row)
 
 
-def _quantize(x: Memory, importance: Memory | None, out: Memory, blocks: Value, row: Value) -> Value:
+def _quantize(
+    x: Memory, importance: Memory | None, squares: Memory | None, out: Memory, blocks: Value, row: Value
+) -> Value:
     bad = FirstBad()
     columns, weights, places = room_per_lane(32), room_per_lane(32), room_per_lane(32)
     scales, spread = room_per_lane(1), room_per_lane(1)
     for batch in batches(blocks, BATCH):
         gather_columns(x, batch * 256, 32, columns)
-        if importance is not None:
+        if importance is not None and squares is not None:
             place_importance(importance, batch, BATCH, 256, row, places)
             for block in range(BATCH):
-                mean = sum_of_squares(x, (batch + block) * 256, 256) * (2.0 / 256)
+                mean = squares[batch + block] * (2.0 / 256)
                 for s in range(_SUBS):
                     spread[block * _SUBS + s] = mean
             put_weights(places, 32, spread.load(0), columns, weights)

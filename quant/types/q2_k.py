@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quant.arithmetic import FirstBad, get_half, put_half
-from quant.importance import place_importance, put_weights, sum_of_squares
+from quant.importance import place_importance, put_weights
 from quant.kernel import kernel
 from quant.lanes import (
     WIDTH,
@@ -34,6 +34,7 @@ from quant.search import (
 )
 
 BATCH = WEIGHTED_BATCH = 1
+SUMS_OVER = "block"
 _NBYTES, _TOP, _LEVELS, _SUBS, _SUB = 84, 3, 15, 16, 16
 _CANDIDATES = Candidates(-0.5, 0.1, 15)
 
@@ -41,16 +42,18 @@ _CANDIDATES = Candidates(-0.5, 0.1, 15)
 @kernel(memories=2)
 def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
     """x: [256 * blocks]; out: uint8 [84 * blocks]. Returns the first block whose scales do not fit, or -1."""
-    return _quantize(x, None, out, blocks, blocks)
+    return _quantize(x, None, None, out, blocks, blocks)
 
 
-@kernel(memories=3)
-def quantize_weighted(x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value) -> Value:
-    """importance: [row], one per column."""
-    return _quantize(x, importance, out, blocks, row)
+@kernel(memories=4)
+def quantize_weighted(x: Memory, importance: Memory, squares: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column; squares: sums of squares of the blocks."""
+    return _quantize(x, importance, squares, out, blocks, row)
 
 
-def _quantize(x: Memory, importance: Memory | None, out: Memory, blocks: Value, row: Value) -> Value:
+def _quantize(
+    x: Memory, importance: Memory | None, squares: Memory | None, out: Memory, blocks: Value, row: Value
+) -> Value:
     bad, weighted = FirstBad(), importance is not None
     columns, weights, places = room_per_lane(_SUB), room_per_lane(_SUB), room(256)
     scales, minimums, inverses, offsets, sums = (room(_SUBS) for _ in range(5))
@@ -58,7 +61,7 @@ def _quantize(x: Memory, importance: Memory | None, out: Memory, blocks: Value, 
         at, start = block * _NBYTES, block * 256
         if importance is not None:
             place_importance(importance, block, 1, 256, row, places)
-        mean = splat(sum_of_squares(x, start, 256) / 256.0) if weighted else splat(0.0)
+        mean = splat(squares[block] / 256.0) if squares is not None else splat(0.0)
         for group in range(0, _SUBS, WIDTH):
             gather_columns(x, start + group * _SUB, _SUB, columns)
             if weighted:

@@ -11,6 +11,7 @@ from quant.pack import get_levels
 from quant.search import Candidates
 
 BATCH = WEIGHTED_BATCH = affine.BATCH
+SUMS_OVER = "block"
 _TOP, _NBYTES, _CANDIDATES = 15, 144, Candidates(-1.0, 0.1, 20)
 
 
@@ -27,10 +28,10 @@ def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
     return affine.quantize_affine(x, out, blocks, _NBYTES, _TOP, _CANDIDATES, _put)
 
 
-@kernel(memories=3)
-def quantize_weighted(x: Memory, importance: Memory, out: Memory, blocks: Value, row: Value) -> Value:
-    """importance: [row], one per column."""
-    return affine.quantize_affine_weighted(x, importance, out, blocks, row, _NBYTES, _TOP, _put)
+@kernel(memories=4)
+def quantize_weighted(x: Memory, importance: Memory, sums: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column; sums: of squares of the blocks."""
+    return affine.quantize_affine_weighted(x, importance, sums, out, blocks, row, _NBYTES, _TOP, _put)
 
 
 @kernel(memories=2)

@@ -23,7 +23,7 @@ from quant.search import gather_columns, signed_scale
 
 BATCH = 1
 WEIGHTED_BATCH = WIDTH
-ROW_MEANS = True
+SUMS_OVER = "row"
 _NBYTES = 22
 
 
@@ -41,13 +41,13 @@ def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
 
 
 @kernel(memories=4)
-def quantize_weighted(x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value) -> Value:
-    """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
+def quantize_weighted(x: Memory, importance: Memory, sums: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column; sums: of squares of the rows; blocks >= WIDTH."""
     bad = FirstBad()
     columns, weights, scales, inverses = room_per_lane(32), room_per_lane(32), room_per_lane(1), room_per_lane(1)
     for group in batches(blocks, WIDTH):
         gather_columns(x, group * 32, 32, columns)
-        put_row_weights(importance, means, group, row, columns, weights)
+        put_row_weights(importance, sums, group, row, columns, weights)
         found = signed_scale(columns, 32, 16, weights)
         scales.store(0, found.scale)
         inverses.store(0, found.inverse)

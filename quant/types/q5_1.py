@@ -11,7 +11,7 @@ from quant.search import WEIGHTED, gather_columns, round_weighted, scale_and_min
 
 BATCH = 1
 WEIGHTED_BATCH = WIDTH
-ROW_MEANS = True
+SUMS_OVER = "row"
 _NBYTES, _TOP = 24, 31
 
 
@@ -30,14 +30,14 @@ def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
 
 
 @kernel(memories=4)
-def quantize_weighted(x: Memory, importance: Memory, means: Memory, out: Memory, blocks: Value, row: Value) -> Value:
-    """importance: [row], one per column; means: mean squares of the rows; blocks >= WIDTH."""
+def quantize_weighted(x: Memory, importance: Memory, sums: Memory, out: Memory, blocks: Value, row: Value) -> Value:
+    """importance: [row], one per column; sums: of squares of the rows; blocks >= WIDTH."""
     bad = FirstBad()
     columns, weights = room_per_lane(32), room_per_lane(32)
     scales, minimums, inverses, offsets = (room_per_lane(1) for _ in range(4))
     for group in batches(blocks, WIDTH):
         gather_columns(x, group * 32, 32, columns)
-        put_row_weights(importance, means, group, row, columns, weights)
+        put_row_weights(importance, sums, group, row, columns, weights)
         found = scale_and_minimum(columns, weights, 32, _TOP, WEIGHTED, weighted=True)
         for memory, value in zip(
             (scales, minimums, inverses, offsets),

@@ -11,8 +11,8 @@ from quant.lanes import (
     Value,
     absolute,
     loop,
-    nearest,
     nearest_int,
+    nearest_within,
     position,
     room,
     room_per_lane,
@@ -81,10 +81,11 @@ def _put_scales(scales: Memory, extreme: Value, out: Memory, at: Value) -> Value
 
 def _put_quants(x: Memory, start: Value, scales: Memory, inverses: Memory, out: Memory, at: Value) -> None:
     def quants(j: int) -> Value:
-        sub = j // _SUB  # WIDTH elements lie in one sub-block
+        # WIDTH elements lie in one sub-block. A value is at most 32 * 128 decoded scales large: nearest_within is exact.
+        sub = j // _SUB
         value, scale, inverse = x.load(start + j), scales[sub], inverses[sub]
-        stored = nearest(value / scale, -_TOP, _TOP - 1) + float(_TOP)
-        searched = nearest(value * inverse, -_TOP, _TOP - 1) + float(_TOP)
+        stored = nearest_within(value / scale, -_TOP, _TOP - 1) + float(_TOP)
+        searched = nearest_within(value * inverse, -_TOP, _TOP - 1) + float(_TOP)
         return to_int(select(scale != 0, stored, select(inverse != 0, searched, splat(0.0))))
 
     for half in (0, 128):
