@@ -5,7 +5,7 @@ from __future__ import annotations
 from quant.lanes import Memory, Operand, Value, Variable, absolute, float_bits, from_bits, position, select, var
 
 EPSILON = 1e-15
-_INFINITE_HALF = 0x7C00
+INFINITE_HALF = 0x7C00
 
 
 def to_half(value: Value) -> Value:
@@ -16,7 +16,7 @@ def to_half(value: Value) -> Value:
     # Adding 0.5 puts the unit of subnormals, 2^-24, at the end of the mantissa: the sum rounds to even.
     subnormal = float_bits(magnitude + 0.5) - 0x3F000000
     half = select(magnitude < 2.0**-14, subnormal, normal)
-    half = select(magnitude >= 65520.0, _INFINITE_HALF, half)
+    half = select(magnitude >= 65520.0, INFINITE_HALF, half)
     return half | ((float_bits(value) >> 16) & 0x8000)
 
 
@@ -31,7 +31,7 @@ def put_half(out: Memory, at: Value, value: Value) -> tuple[Value, Value]:
     half = to_half(value)
     out[at] = half
     out[at + 1] = half >> 8
-    return from_half(half), (half & 0x7FFF) < _INFINITE_HALF
+    return from_half(half), (half & 0x7FFF) < INFINITE_HALF
 
 
 def get_half(data: Memory, at: Value) -> Value:

@@ -6,8 +6,10 @@ import numpy as np
 
 from quant.block import BlockType, takes_weights
 from quant.errors import QuantizationError, UnknownTypeError
-from quant.scan import first_not_finite
+from quant.lanes import WIDTH
+from quant.scan import any_not_finite, first_not_finite
 
+_STRIP_VALUES = 2**16  # 256 kB of float32, which a core's cache holds
 _INPUTS = (np.float32, np.float16, np.uint16)
 
 
@@ -26,17 +28,43 @@ def quantize(
         out = np.empty(shape, np.uint8)
     elif out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
         raise ValueError(f"out must be C-contiguous uint8 {shape}, not {out.dtype} {out.shape}")
-    flat = np.ascontiguousarray(x).reshape(-1)
-    bad = first_not_finite(flat)
-    if bad >= 0:
-        raise QuantizationError("NaN or infinity", kind.name, bad)
-    if weights is not None and takes_weights(kind):
-        bad = _run_weighted(flat, kind, _checked_weights(weights, x.shape[-1], kind), out.reshape(-1))
-    else:
-        bad = _run(flat, kind, out.reshape(-1))
-    if bad >= 0:
-        raise QuantizationError("too large for this type", kind.name, bad * kind.block)
+    importance = _checked_weights(weights, x.shape[-1], kind) if weights is not None and takes_weights(kind) else None
+    flat, packed = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
+    if importance is None:
+        _in_strips(flat, kind, packed)
+    elif len(flat):
+        bad = first_not_finite(flat)
+        if bad >= 0:
+            raise QuantizationError("NaN or infinity", kind.name, bad)
+        _refuse(_run_weighted(flat, kind, importance, packed), kind)
     return out
+
+
+def _in_strips(x: np.ndarray, kind: BlockType, out: np.ndarray) -> None:
+    """Check and quantize piece by piece, so that the second look finds the values in the cache."""
+    module = kind.kernels()
+    blocks = len(x) // kind.block
+    if blocks < max(module.BATCH, WIDTH):
+        bad = first_not_finite(x)
+        if bad >= 0:
+            raise QuantizationError("NaN or infinity", kind.name, bad)
+        _refuse(_run_few(x, kind, out), kind)
+        return
+    check, run = any_not_finite.raw((x,), 1), module.quantize.raw((x, out), 1)
+    source, target, width = x.ctypes.data, out.ctypes.data, x.itemsize * kind.block
+    step = _STRIP_VALUES // kind.block
+    for first in range(0, blocks, step):
+        first = min(first, blocks - step) if blocks >= step else 0  # noqa: PLW2901  (the last strip is a whole one)
+        count = min(step, blocks)
+        if check(source + first * width, count * kind.block):
+            raise QuantizationError("NaN or infinity", kind.name, first_not_finite(x))
+        bad = run(source + first * width, target + first * kind.nbytes, count)
+        _refuse(first + bad if bad >= 0 else -1, kind)
+
+
+def _refuse(bad_block: int, kind: BlockType) -> None:
+    if bad_block >= 0:
+        raise QuantizationError("too large for this type", kind.name, bad_block * kind.block)
 
 
 def dequantize(data: np.ndarray, kind: BlockType) -> np.ndarray:
@@ -63,16 +91,14 @@ def _checked_weights(weights: np.ndarray, row: int, kind: BlockType) -> np.ndarr
     return np.ascontiguousarray(weights)
 
 
-def _run(x: np.ndarray, kind: BlockType, out: np.ndarray) -> int:
-    """The first bad block or -1."""
+def _run_few(x: np.ndarray, kind: BlockType, out: np.ndarray) -> int:
+    """Fewer blocks than a batch: padded with zeros to one. The first bad block or -1."""
     module = kind.kernels()
-    blocks = len(x) // kind.block
-    if not blocks:
+    if not len(x):
         return -1
-    if blocks >= module.BATCH:
-        return module.quantize(x, out, blocks)
-    packed = np.empty(module.BATCH * kind.nbytes, np.uint8)
-    bad = module.quantize(_padded(x, module.BATCH * kind.block), packed, module.BATCH)
+    least = max(module.BATCH, len(x) // kind.block)
+    packed = np.empty(least * kind.nbytes, np.uint8)
+    bad = module.quantize(_padded(x, least * kind.block), packed, least)
     out[:] = packed[: len(out)]
     return bad
 
@@ -80,8 +106,6 @@ def _run(x: np.ndarray, kind: BlockType, out: np.ndarray) -> int:
 def _run_weighted(x: np.ndarray, kind: BlockType, weights: np.ndarray, out: np.ndarray) -> int:
     module, row = kind.kernels(), len(weights)
     blocks = len(x) // kind.block
-    if not blocks:
-        return -1
     least = max(blocks, module.WEIGHTED_BATCH)
     source = x if least == blocks else _padded(x, least * kind.block)
     packed = out if least == blocks else np.empty(least * kind.nbytes, np.uint8)

@@ -13,7 +13,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -42,9 +42,12 @@ class Kernel:
 
     def __call__(self, *args: Any) -> int:
         arrays, sizes = args[: self.memories], args[self.memories :]
+        return self.raw(arrays, len(sizes))(*(a.ctypes.data for a in arrays), *sizes)
+
+    def raw(self, arrays: Sequence[Any], sizes: int) -> Callable[..., int]:
+        """The machine's function for arrays like these, which takes addresses: for many calls on parts of them."""
         stored: tuple[Stored, ...] = tuple(_STORED[a.dtype.str] for a in arrays)
-        function = self._compiled.get(stored) or self._compile(stored, len(sizes))
-        return function(*(a.ctypes.data for a in arrays), *sizes)
+        return self._compiled.get(stored) or self._compile(stored, sizes)
 
     def assembly(self, stored: tuple[Stored, ...], sizes: int) -> str:
         """What the processor runs."""

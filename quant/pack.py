@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quant.arithmetic import castable, get_half, put_half
+from quant.arithmetic import INFINITE_HALF, FirstBad, castable, get_half, put_half, to_half
 from quant.lanes import (
     WIDTH,
     Memory,
     Operand,
     Value,
     absolute,
+    all_lanes,
     bits,
+    float_bits,
+    from_bits,
     highest,
     lane_numbers,
     larger,
+    loop,
     lowest,
     nearest_int,
+    room_per_lane,
     select,
     smaller,
     splat,
@@ -88,8 +93,15 @@ def largest_magnitude(x: Memory, start: Value) -> Value:
 
 def signed_extreme(x: Memory, start: Value) -> Value:
     """The first value of largest magnitude of x[start : start + 32], with its sign; +0 for zeros."""
-    top = largest_magnitude(x, start)
-    return select(first_is_negative(x, start, lambda v: absolute(v) == top), -top, top)
+    low = high = x.load(start)
+    for j in range(WIDTH, 32, WIDTH):
+        value = x.load(start + j)
+        low, high = smaller(value, low), larger(value, high)
+    least, most = lowest(low), highest(high)
+    extreme = var(select(most > -least, most, least))
+    with when(most == -least, rare=True):
+        extreme.set(select(first_is_negative(x, start, lambda v: absolute(v) == most), -most, absolute(most)))
+    return Value(extreme.ir)
 
 
 def first_is_negative(x: Memory, start: Value, holds: Callable[[Value], Value]) -> Value:
@@ -128,6 +140,19 @@ def bounds(x: Memory, start: Value) -> tuple[Value, Value]:
 def truncated(value: Value, top: int) -> Value:
     """min(top, trunc(value)) as int lanes, with x86's result for what no int32 holds."""
     return to_int(truncate(smaller(castable(value), float(top))))
+
+
+def put_halves(out: Memory, group: Value, nbytes: int, offset: int, values: Value, bad: FirstBad) -> None:
+    """Store lane i of `values` as float16 at byte `offset` of block group + i; nbytes and offset are even."""
+    halves = room_per_lane(1)
+    half = to_half(values)
+    halves.store(0, from_bits(half))
+    words = out.viewed("BF16")  # 16 bits at a time
+    for lane in range(WIDTH):
+        words[(group + lane) * (nbytes // 2) + offset // 2] = float_bits(halves[lane])
+    with when(~all_lanes((half & 0x7FFF) < INFINITE_HALF), rare=True):
+        for lane in loop(0, WIDTH):
+            bad.note(group + lane, (float_bits(halves[lane]) & 0x7FFF) < INFINITE_HALF)
 
 
 # --- 6-bit scales ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 @kernel(memories=1)
-def _any_not_finite(x: Memory, n: Value) -> Value:
+def any_not_finite(x: Memory, n: Value) -> Value:
     """1 where some value of x [n], n >= WIDTH, is NaN or infinite."""
     found = var(splat(0))
     for i in batches(n, WIDTH):
@@ -22,7 +22,7 @@ def _any_not_finite(x: Memory, n: Value) -> Value:
 
 def first_not_finite(x: np.ndarray) -> int:
     """Index of the first NaN or infinity of a flat array, or -1. x: float32, float16, or bfloat16 as uint16."""
-    if len(x) >= WIDTH and not _any_not_finite(x, len(x)):
+    if len(x) >= WIDTH and not any_not_finite(x, len(x)):
         return -1
     bad = np.flatnonzero(~_finite(x))
     return int(bad[0]) if len(bad) else -1

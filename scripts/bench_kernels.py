@@ -1,6 +1,6 @@
 """Quantizers side by side in one run: ours, ggml's reference, libgguf, gguf-py; million values a second.
 
-    python scripts/bench_kernels.py [--types Q4_K,Q6_K] [--seconds 60] [--cores N] [--json FILE] [--markdown]
+    python scripts/bench_kernels.py [--types Q4_K,Q6_K] [--seconds 60] [--cores N] [--json FILE]
 
 All candidates of a type take turns on the same data, so that drift of the machine hits all alike; the best of all turns
 counts. One core, then ours on all cores. "bytes" says whether the output equals ggml's. The roof is what a copy of the
@@ -95,11 +95,12 @@ def best_times(runs: dict[str, Candidate], seconds: float) -> dict[str, float]:
 def on_all_cores(x: np.ndarray, name: str, weights: np.ndarray | None, cores: int) -> float:
     """Million values a second with one thread per core."""
     parts = np.array_split(np.concatenate([x] * cores), cores)
+    outs = [np.zeros((len(p), TYPES[name].row_bytes(COLUMNS)), np.uint8) for p in parts]
     best = float("inf")
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(LEAST_TURNS):
             before = time.perf_counter()
-            list(pool.map(lambda part: quantize(part, name, weights), parts))
+            list(pool.map(lambda part, out: quantize(part, name, weights, out), parts, outs))
             best = min(best, time.perf_counter() - before)
     return sum(p.size for p in parts) / best / 1e6
 

@@ -18,25 +18,31 @@ from quant.lanes import (
     to_float,
     to_int,
 )
-from quant.pack import get_nibbles, put_nibbles, signed_extreme, truncated
+from quant.pack import get_nibbles, put_halves, put_nibbles, signed_extreme, truncated
 from quant.search import gather_columns, signed_scale
 
-BATCH = 1
-WEIGHTED_BATCH = WIDTH
+BATCH = WEIGHTED_BATCH = WIDTH
 SUMS_OVER = "row"
 _NBYTES = 18
 
 
 @kernel(memories=2)
 def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
-    """x: [32 * blocks]; out: uint8 [18 * blocks]. Returns the first block whose scale does not fit, or -1."""
+    """x: [32 * blocks], blocks >= WIDTH; out: uint8 [18 * blocks]. Returns the first bad block or -1."""
     bad = FirstBad()
-    for block in loop(0, blocks):
-        start, at = block * 32, block * _NBYTES
-        scale = signed_extreme(x, start) / -8.0
-        bad.note(block, put_half(out, at, scale)[1])
-        inverse = reciprocal(scale)
-        put_nibbles(out, at + 2, lambda j, s=start, i=inverse: truncated(x.load(s + j) * i + 8.5, 15))
+    extremes, inverses = room_per_lane(1), room_per_lane(1)
+    for group in batches(blocks, WIDTH):
+        for lane in range(WIDTH):
+            extremes[lane] = signed_extreme(x, (group + lane) * 32)
+        scale = extremes.load(0) / -8.0
+        put_halves(out, group, _NBYTES, 0, scale, bad)
+        inverses.store(0, reciprocal(scale))  # of the scale before rounding
+        for lane in loop(0, WIDTH):
+            start, inverse = (group + lane) * 32, inverses[lane]
+            put_nibbles(
+                out, (group + lane) * _NBYTES + 2,
+                lambda j, s=start, i=inverse: truncated(x.load(s + j) * i + 8.5, 15),
+            )  # fmt: skip
     return bad.result()
 
 

@@ -6,26 +6,32 @@ from quant.arithmetic import FirstBad, get_half, put_half, reciprocal
 from quant.importance import put_row_weights
 from quant.kernel import kernel
 from quant.lanes import WIDTH, Memory, Value, batches, loop, position, room_per_lane, splat, to_float, to_int
-from quant.pack import bounds, get_five_bits, put_five_bits, truncated
+from quant.pack import bounds, get_five_bits, put_five_bits, put_halves, truncated
 from quant.search import WEIGHTED, gather_columns, round_weighted, scale_and_minimum
 
-BATCH = 1
-WEIGHTED_BATCH = WIDTH
+BATCH = WEIGHTED_BATCH = WIDTH
 SUMS_OVER = "row"
 _NBYTES, _TOP = 24, 31
 
 
 @kernel(memories=2)
 def quantize(x: Memory, out: Memory, blocks: Value) -> Value:
-    """x: [32 * blocks]; out: uint8 [24 * blocks]. Returns the first block whose head does not fit, or -1."""
+    """x: [32 * blocks], blocks >= WIDTH; out: uint8 [24 * blocks]. Returns the first bad block or -1."""
     bad = FirstBad()
-    for block in loop(0, blocks):
-        start, at = block * 32, block * _NBYTES
-        low, high = bounds(x, start)
-        scale = (high - low) / float(_TOP)
-        bad.note(block, put_half(out, at, scale)[1] & put_half(out, at + 2, low)[1])
-        inverse = reciprocal(scale)
-        put_five_bits(out, at + 4, lambda j, s=start, m=low, i=inverse: truncated((x.load(s + j) - m) * i + 0.5, _TOP))
+    lows, highs, inverses = (room_per_lane(1) for _ in range(3))
+    for group in batches(blocks, WIDTH):
+        for lane in range(WIDTH):
+            lows[lane], highs[lane] = bounds(x, (group + lane) * 32)
+        scale = (highs.load(0) - lows.load(0)) / float(_TOP)
+        put_halves(out, group, _NBYTES, 0, scale, bad)
+        put_halves(out, group, _NBYTES, 2, lows.load(0), bad)
+        inverses.store(0, reciprocal(scale))  # of the scale before rounding
+        for lane in loop(0, WIDTH):
+            start, low, inverse = (group + lane) * 32, lows[lane], inverses[lane]
+            put_five_bits(
+                out, (group + lane) * _NBYTES + 4,
+                lambda j, s=start, m=low, i=inverse: truncated((x.load(s + j) - m) * i + 0.5, _TOP),
+            )  # fmt: skip
     return bad.result()
 
 
