@@ -157,12 +157,15 @@ class PartialFile:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve the space, so that a full disk shows at once; the bytes are zero, as padding has to be."""
+    reserve = getattr(os, "posix_fallocate", None)  # not everywhere
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        if reserve is not None:
+            reserve(descriptor, 0, size)
+            return
     except OSError as error:
         if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
             raise
-        os.ftruncate(descriptor, size)
+    os.ftruncate(descriptor, size)
 
 
 def _write_all(descriptor: int, data: memoryview, position: int) -> None:

@@ -39,8 +39,8 @@ def dequantize(data: np.ndarray, type: str) -> np.ndarray:  # noqa: A002  (ggml'
     """Values of quantized rows: uint8 [..., row_bytes] to float32 [..., n], as ggml's reference computes them.
 
     >>> import numpy as np
-    >>> dequantize(quantize(np.full(32, 0.5, np.float32), "Q8_0"), "Q8_0")[:2]
-    array([0.5, 0.5], dtype=float32)
+    >>> dequantize(quantize(np.full(32, 127, np.float32), "Q8_0"), "Q8_0")[:2]
+    array([127., 127.], dtype=float32)
     """
     from quant.dispatch import dequantize as run
 

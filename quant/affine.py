@@ -26,7 +26,7 @@ from quant.search import (
     Candidates,
     column,
     gather_columns,
-    positive_scale,
+    positive_scales,
     rms,
     round_weighted,
     scale_and_minimum,
@@ -94,13 +94,16 @@ def quantize_affine_weighted(
         minimums.store(0, splat(0.0) - found.minimum)
         inverses.store(0, found.inverse)
         offsets.store(0, found.offset)
+        problems = [
+            ([chosen[block * 8 + s] for s in range(8)], [sums[block * 8 + s] for s in range(8)])
+            for block in range(BATCH)
+            for chosen in (scales, minimums)
+        ]
+        solved = positive_scales(problems, 63)
         for block in range(BATCH):
             at, first = (batch + block) * nbytes, block * 8
-            sw = [sums[position(first + s)] for s in range(8)]
-            d, ls = positive_scale([scales[position(first + s)] for s in range(8)], sw, 63)
-            dmin, lm = positive_scale([minimums[position(first + s)] for s in range(8)], sw, 63)
-            levels = [to_int(v) for v in ls], [to_int(v) for v in lm]
-            bad.note(batch + block, put_levels(d, dmin, *levels, scales, minimums, first, out, at))
+            (d, ls), (dmin, lm) = solved[2 * block : 2 * block + 2]
+            bad.note(batch + block, put_levels(d, dmin, ls, lm, scales, minimums, first, out, at))
             put(
                 out, at,
                 _final(x, (batch + block) * 256, first, scales, minimums, inverses, offsets, top, round_weighted),

@@ -23,12 +23,14 @@ from quant.lanes import (
     nearest_int,
     nearest_within,
     number,
+    position,
     room_per_lane,
     select,
     smaller,
     splat,
     square_root,
     to_float,
+    to_int,
     transposed,
     var,
     when,
@@ -217,12 +219,28 @@ def first_extreme(values: list[Value]) -> Value:
     return extreme
 
 
-def positive_scale(values: list[Value], weights: list[Value], top: int) -> tuple[Value, list[Value]]:
-    """Search P, make_qp_quants: non-negative values ~ scale * level, 0 <= level <= top. Scalars or lanes.
+def positive_scales(problems: list[tuple[list[Value], list[Value]]], top: int) -> list[tuple[Value, list[Value]]]:
+    """Search P, make_qp_quants, for several problems at once: non-negative values ~ scale * level, 0 <= level <= top.
 
-    Returns (scale, levels as float).
+    A problem is (values, weights), scalars; all have the same number. Returns (scale, levels as int32) of each. The
+    steps wait for each other, so the problems take a lane each.
     """
-    largest = values[0] * 0.0
+    n = len(problems[0][0])
+    values, weights = room_per_lane(n), room_per_lane(n)
+    for j in range(n):
+        values.store(j * WIDTH, splat(0.0))
+        weights.store(j * WIDTH, splat(0.0))
+        for lane, (x, w) in enumerate(problems):
+            values[j * WIDTH + lane], weights[j * WIDTH + lane] = x[j], w[j]
+    scale, levels = _positive_scale([column(values, j) for j in range(n)], [column(weights, j) for j in range(n)], top)
+    weights.store(0, scale)
+    for j, level in enumerate(levels):
+        values.store(j * WIDTH, level)
+    return [(weights[lane], [to_int(values[j * WIDTH + lane]) for j in range(n)]) for lane in range(len(problems))]
+
+
+def _positive_scale(values: list[Value], weights: list[Value], top: int) -> tuple[Value, list[Value]]:
+    largest = splat(0.0)
     for x in values:
         largest = select(x > largest, x, largest)
     empty = largest < EPSILON
@@ -232,36 +250,39 @@ def positive_scale(values: list[Value], weights: list[Value], top: int) -> tuple
         return to_float(nearest_int(inverse * x))
 
     def error(scale: Value, levels: list[Value]) -> Value:
-        total = largest * 0.0
+        total = splat(0.0)
         for x, w, q in zip(values, weights, levels, strict=True):
             delta = x - scale * q
             total = total + (w * delta) * delta
         return total
 
-    first = float(top) / largest
-    inverse = first
-    best = error(1.0 / first, [level(first, x) for x in values])
+    inverse = float(top) / largest
+    best = error(1.0 / inverse, [level(inverse, x) for x in values])
     for s in (-4, -3, -2, -1, 1, 2, 3, 4):
         trial = (number(0.1) * float(s) + float(top)) / largest
         trial_error = error(1.0 / trial, [smaller(float(top), level(trial, x)) for x in values])
         better = trial_error < best
         best, inverse = select(better, trial_error, best), select(better, trial, inverse)
     levels = [var(smaller(float(top), level(inverse, x))) for x in values]
-    sum_xq, sum_qq = var(largest * 0.0), var(largest * 0.0)
+    sum_xq, sum_qq = var(splat(0.0)), var(splat(0.0))
     for x, w, q in zip(values, weights, levels, strict=True):
         sum_xq.set(sum_xq + (w * x) * q)
         sum_qq.set(sum_qq + (w * q) * q)
+    changed = var(position(1) == 1)
     for _ in loop(0, 5):
-        for x, w, q in zip(values, weights, levels, strict=True):
-            without_xq = sum_xq - (w * x) * q
-            without_qq = sum_qq - (w * q) * q
-            usable = (without_xq > 0) & (without_qq > 0)
-            moved = smaller(float(top), to_float(nearest_int((x * without_qq) / without_xq)))
-            new_xq, new_qq = without_xq + (w * x) * moved, without_qq + (w * moved) * moved
-            better = usable & (moved != q) & ((new_xq * new_xq) * sum_qq > (sum_xq * sum_xq) * new_qq)
-            q.set(select(better, moved, q))
-            sum_xq.set(select(better, new_xq, sum_xq))
-            sum_qq.set(select(better, new_qq, sum_qq))
+        with when(changed):
+            moved_some = splat(0) != 0
+            for x, w, q in zip(values, weights, levels, strict=True):
+                without_xq, without_qq = sum_xq - (w * x) * q, sum_qq - (w * q) * q
+                moved = smaller(float(top), to_float(nearest_int((x * without_qq) / without_xq)))
+                new_xq, new_qq = without_xq + (w * x) * moved, without_qq + (w * moved) * moved
+                better = (without_xq > 0) & (without_qq > 0) & (moved != q)
+                better = better & ((new_xq * new_xq) * sum_qq > (sum_xq * sum_xq) * new_qq)
+                q.set(select(better, moved, q))
+                sum_xq.set(select(better, new_xq, sum_xq))
+                sum_qq.set(select(better, new_qq, sum_qq))
+                moved_some = moved_some | better
+            changed.set(any_lane(moved_some))
     scale = select(sum_qq > 0, sum_xq / sum_qq, 0.0)
     return select(empty, 0.0, scale), [select(empty, 0.0, q) for q in levels]
 

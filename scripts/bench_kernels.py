@@ -68,7 +68,7 @@ def candidates(name: str, x: np.ndarray, weights: np.ndarray | None) -> dict[str
         return found
     kind = gguf.GGMLQuantizationType[name]
     optional: dict[str, Candidate] = {"libgguf": lambda: libgguf.quantize_rows(x, kind, weights)}
-    if weights is None:
+    if weights is None and name != "F32":  # gguf-py passes float32 on without touching it
         optional["gguf_py"] = lambda: gguf.quants.quantize(x, kind)
     for tool, run in optional.items():
         try:

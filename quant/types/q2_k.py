@@ -27,7 +27,7 @@ from quant.search import (
     Candidates,
     column,
     gather_columns,
-    positive_scale,
+    positive_scales,
     round_unweighted,
     round_weighted,
     scale_and_minimum,
@@ -79,7 +79,7 @@ def _quantize(
             minimums.store(group, splat(0.0) - found.minimum)
             inverses.store(group, found.inverse)
             offsets.store(group, found.offset)
-        (d, ls), (dmin, lm) = (_levels(values, sums if weighted else None) for values in (scales, minimums))
+        (d, ls), (dmin, lm) = _levels(scales, minimums, sums if weighted else None)
         d, fits_d = put_half(out, at + 80, d)
         dmin, fits_dmin = put_half(out, at + 82, dmin)
         bad.note(block, fits_d & fits_dmin)
@@ -102,18 +102,22 @@ def _quantize(
     return bad.result()
 
 
-def _levels(values: Memory, weights: Memory | None) -> tuple[Value, list[Value]]:
-    """Scale of the super-block and the 4-bit levels of its sub-blocks' scales (or minimums)."""
-    given = [values[s] for s in range(_SUBS)]
+def _levels(scales: Memory, minimums: Memory, weights: Memory | None) -> list[tuple[Value, list[Value]]]:
+    """For scales and minimums: what the super-block stores for all, and 4-bit levels for each sub-block."""
+    given = [[values[s] for s in range(_SUBS)] for values in (scales, minimums)]
     if weights is not None:
-        scale, levels = positive_scale(given, [weights[s] for s in range(_SUBS)], _LEVELS)
-        return scale, [to_int(v) for v in levels]
-    most = larger(given[0], 0.0)
-    for value in given[1:]:
+        importance = [weights[s] for s in range(_SUBS)]
+        return positive_scales([(values, importance) for values in given], _LEVELS)
+    return [_plain_levels(values) for values in given]
+
+
+def _plain_levels(values: list[Value]) -> tuple[Value, list[Value]]:
+    most = larger(values[0], 0.0)
+    for value in values[1:]:
         most = larger(value, most)
     some = most > 0
     inverse = float(_LEVELS) / most
-    return select(some, most / float(_LEVELS), 0.0), [select(some, nearest_int(inverse * v), 0) for v in given]
+    return select(some, most / float(_LEVELS), 0.0), [select(some, nearest_int(inverse * v), 0) for v in values]
 
 
 @kernel(memories=2)

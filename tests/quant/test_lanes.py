@@ -35,6 +35,7 @@ from quant.lanes import (
     square_root,
     to_float,
     to_int,
+    transposed,
     truncate,
     var,
     when,
@@ -150,6 +151,21 @@ def test_loops_branches_and_variables() -> None:
     for value in x[x > 0]:
         total += value
     np.testing.assert_array_equal(out, [total, x[:WIDTH].max(), x[:WIDTH].min(), np.trunc(x[0])])
+
+
+@kernel(memories=2)
+def _transpose(x: Memory, out: Memory, n: Value) -> Value:
+    for j, lanes in enumerate(transposed([x.load(i * WIDTH) for i in range(WIDTH)])):
+        out.store(j * WIDTH, lanes)
+    return n
+
+
+def test_transposition() -> None:
+    """Lane j of row i becomes lane i of row j."""
+    x = np.arange(WIDTH * WIDTH, dtype=np.float32)
+    out = np.empty_like(x)
+    _transpose(x, out, 0)
+    np.testing.assert_array_equal(out.reshape(WIDTH, WIDTH), x.reshape(WIDTH, WIDTH).T)
 
 
 @pytest.mark.parametrize("name", [t for t, kind in TYPES.items() if kind.can_write])
