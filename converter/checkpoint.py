@@ -294,7 +294,7 @@ def _check_coverage(infos: list[TensorInfo], file: Path, data: int, size: int) -
     if end > size:
         lost = [t.name for t in infos if t.end > size]
         raise CheckpointError(
-            f"the shard is shorter than its header says: {len(lost)} tensors are cut off or missing",
+            f"the shard is shorter than its header says: {len(lost)} tensor(s) cut off or missing",
             file, some(lost), f"{end:,} bytes", f"{size:,} bytes",
             hint="the download is incomplete: fetch this file again",
         )  # fmt: skip

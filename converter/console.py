@@ -51,6 +51,14 @@ def run_command(
     return 0
 
 
+def amount(size: float) -> str:
+    """Bytes as people read them, in powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size / 1e3:.1f} kB"
+
+
 class Progress:
     """Bytes done, rate and ETA on stderr: a bar on a terminal, a line every ten seconds on a pipe."""
 
@@ -68,8 +76,7 @@ class Progress:
             self._last = time.monotonic()
             rate = done / (self._last - self._started)
             print(
-                f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, "
-                f"{(total - done) / rate:.0f} s left, {tensor}",
+                f"{amount(done)} of {amount(total)}, {amount(rate)}/s, {(total - done) / rate:.0f} s left, {tensor}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from converter.console import amount
 from converter.plan import Plan, PlannedFile
 from converter.rules import Role
 
@@ -48,7 +49,7 @@ class ConversionReport:
         if self.dry_run:
             lines += ["", "dry run: nothing was written"]
         else:
-            lines += ["", f"{_amount(self.source_bytes)} read in {self.seconds:.1f} s, {self.rate_gbps:.2f} GB/s"]
+            lines += ["", f"{amount(self.source_bytes)} read in {self.seconds:.1f} s, {amount(1e9 * self.rate_gbps)}/s"]
         return "\n".join(lines).lstrip("\n")
 
 
@@ -90,22 +91,14 @@ def _file_lines(file: PlannedFile) -> list[str]:
     head = f" + head {file.head_mix}" if file.kind == "bundled" else ""
     lines = [
         f"{file.path}  ({file.kind}, {file.mix}{head})",
-        f"  {_amount(file.size)}, {len(file.tensors)} tensors, {_bits_per_weight(file):.2f} bits per weight",
+        f"  {amount(file.size)}, {len(file.tensors)} tensors, {_bits_per_weight(file):.2f} bits per weight",
     ]
     for part, by_type in _parts(file).items():
         total = sum(size for _, size, _ in by_type.values())
-        types = ", ".join(f"{t} {n}x {_amount(size)}" for t, (n, size, _) in sorted(by_type.items()))
-        lines.append(f"  {part}: {_amount(total)}: {types}")
+        types = ", ".join(f"{t} {n}x {amount(size)}" for t, (n, size, _) in sorted(by_type.items()))
+        lines.append(f"  {part}: {amount(total)}: {types}")
     fallbacks = Counter((t.wanted, t.type.name) for t in file.tensors if t.wanted)
     for (wanted, got), count in sorted(fallbacks.items()):
         lines.append(f"  fallback: {count} tensors have rows that {wanted} cannot hold, stored as {got}:")
         lines += [f"    {t.entry.name}" for t in file.tensors if (t.wanted, t.type.name) == (wanted, got)]
     return lines
-
-
-def _amount(size: int) -> str:
-    """Bytes as people read them, in powers of ten."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:,.2f} {unit}"
-    return f"{size / 1e3:.1f} kB"

@@ -16,6 +16,7 @@ WIDTH is 16: on AVX-512 one register, on AVX2 and NEON two or four, whose chains
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class _Building:
     """The function that is being built; there is one at a time."""
 
     builder: ir.IRBuilder
+    constants: dict[tuple[str, float], Value]  # those that fill all lanes, made once per function
 
 
 def _b() -> Any:
@@ -53,6 +55,7 @@ def _b() -> Any:
 def begin(builder: ir.IRBuilder) -> None:
     """Let all operations emit here from now on."""
     _Building.builder = builder
+    _Building.constants = {}
 
 
 class Value:
@@ -168,6 +171,8 @@ def _like(value: Operand, partner: Value) -> Value:
     """The value with the type of its partner: numbers converted, scalars splatted."""
     if not isinstance(value, Value):
         number = float(F32(value)) if partner.kind == _FLOAT else int(value)
+        if partner.is_lanes:
+            return _constant_lanes(partner.kind, number)
         value = Value(ir.Constant(partner.kind, number))
     if value.kind != partner.kind:
         if value.kind == _I32 and partner.kind == _I64:
@@ -175,6 +180,17 @@ def _like(value: Operand, partner: Value) -> Value:
         else:
             raise TypeError(f"operands of different types: {value.ir.type} and {partner.ir.type}")
     return splat(value) if partner.is_lanes and not value.is_lanes else value
+
+
+def _constant_lanes(kind: Any, number: float) -> Value:
+    """A number in all lanes, from the function's entry. The sign of zero tells two zeros apart."""
+    key = (f"{kind}{math.copysign(1, number)}", number)
+    if key not in _Building.constants:
+        entry = _b().function.entry_basic_block
+        with _b().goto_block(entry):
+            _b().position_at_start(entry)
+            _Building.constants[key] = splat(Value(ir.Constant(kind, number)))
+    return _Building.constants[key]
 
 
 def _pair(a: Operand, b: Operand) -> tuple[Value, Value]:
@@ -207,11 +223,8 @@ def _compare(a: Operand, b: Operand, sign: str) -> Value:
 def splat(value: Operand) -> Value:
     """All lanes hold one value; a Python float becomes float32, an int int32."""
     if not isinstance(value, Value):
-        value = Value(
-            ir.Constant(
-                _I32 if isinstance(value, int) else _FLOAT, value if isinstance(value, int) else float(F32(value))
-            )
-        )
+        kind = _I32 if isinstance(value, int) else _FLOAT
+        return _constant_lanes(kind, value if isinstance(value, int) else float(F32(value)))
     vector = ir.VectorType(value.kind, WIDTH)
     one = _b().insert_element(ir.Constant(vector, ir.Undefined), value.ir, ir.Constant(_I32, 0))
     zeros = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH)

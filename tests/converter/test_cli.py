@@ -20,7 +20,7 @@ def test_convert_prints_a_summary(tmp_path: Path, capsys) -> None:
         convert_main([str(EXAMPLE), str(tmp_path / "N-{type}.gguf"), "--type", "Q4_K_M,Q8_0", "--mtp", "sidecar"]) == 0
     )
     out = capsys.readouterr().out
-    for words in ("N-Q4_K_M.gguf", "mtp-N-Q8_0.gguf", "trunk:", "head:", "bits per weight", "GB/s", "vision tower"):
+    for words in ("N-Q4_K_M.gguf", "mtp-N-Q8_0.gguf", "trunk:", "head:", "bits per weight", "MB/s", "vision tower"):
         assert words in out
     assert sorted(f.name for f in tmp_path.iterdir()) == ["N-Q4_K_M.gguf", "N-Q8_0.gguf", "mtp-N-Q8_0.gguf"]
 
