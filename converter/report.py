@@ -63,8 +63,8 @@ def _parts(file: PlannedFile) -> dict[str, dict[str, tuple[int, int, int]]]:
             part = "copies of the trunk's" if file.kind == "sidecar" else "trunk"
         values = tensor.entry.nbytes // tensor.type.nbytes * tensor.type.block
         entry = parts[part][tensor.type.name]
-        for i, amount in enumerate((1, tensor.entry.nbytes, values)):
-            entry[i] += amount
+        for i, count in enumerate((1, tensor.entry.nbytes, values)):
+            entry[i] += count
     return {p: {t: (e[0], e[1], e[2]) for t, e in by_type.items()} for p, by_type in parts.items()}
 
 
