@@ -35,9 +35,10 @@ class Kernel:
     Called with one NumPy array per memory and one int per size, it compiles itself for the arrays' dtypes first.
     """
 
-    def __init__(self, build: Callable[..., Value], memories: int) -> None:
+    def __init__(self, build: Callable[..., Value], memories: int, name: str | None = None) -> None:
+        """`name` is part of the cache's key: kernels that share a builder need one of their own."""
         self.build, self.memories = build, memories
-        self.name = f"{build.__module__}.{build.__qualname__}"
+        self.name = name or f"{build.__module__}.{build.__qualname__}"
         self._compiled: dict[tuple[Stored, ...], Callable[..., int]] = {}
 
     def __call__(self, *args: Any) -> int:
