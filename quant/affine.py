@@ -28,6 +28,7 @@ from quant.search import (
     gather_columns,
     positive_scales,
     rms,
+    round_unweighted,
     round_weighted,
     scale_and_minimum,
 )
@@ -57,7 +58,9 @@ def quantize_affine(
             at = (batch + block) * nbytes
             bad.note(batch + block, put_six_bit_scales(scales, minimums, block * 8, out, at))
             put(
-                out, at, _final(x, (batch + block) * 256, block * 8, scales, minimums, inverses, offsets, top, _nearest)
+                out,
+                at,
+                _final(x, (batch + block) * 256, block * 8, scales, minimums, inverses, offsets, top, round_unweighted),
             )
     return bad.result()
 
@@ -109,10 +112,6 @@ def quantize_affine_weighted(
                 _final(x, (batch + block) * 256, first, scales, minimums, inverses, offsets, top, round_weighted),
             )  # fmt: skip
     return bad.result()
-
-
-def _nearest(value: Value, top: int) -> Value:
-    return nearest(value, 0, top)
 
 
 def _final(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quant.arithmetic import FirstBad, to_half
 from quant.kernel import kernel
-from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, position
+from quant.lanes import WIDTH, Memory, Value, absolute, any_lane, batches, loop, position, when
 
 BATCH = WIDTH
 _OVERFLOW = 65520.0  # from here on rounding gives infinity
@@ -16,7 +16,9 @@ def quantize(x: Memory, out: Memory, n: Value) -> Value:
     bad, halves = FirstBad(), out.viewed("F16")
     for i in batches(n, WIDTH):
         value = x.load(i)
-        bad.note(i, ~any_lane(absolute(value) >= _OVERFLOW))
+        with when(any_lane(absolute(value) >= _OVERFLOW), rare=True):
+            for lane in loop(0, WIDTH):
+                bad.note(i + lane, absolute(x[i + lane]) < _OVERFLOW)
         halves.store(i, to_half(value))
     return bad.result()
 
