@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 .venv/bin/pip install --quiet --editable '.[dev]'
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/pyright --warnings
+.venv/bin/pyright --warnings --pythonpath .venv/bin/python
 # Two processes at a time, each with one thread of its own: more would only wait for each other.
 export OMP_NUM_THREADS=1
 .venv/bin/python -m pytest -n 2 --dist loadscope "$@"
