@@ -157,10 +157,13 @@ def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
 def _runs(job: Job, rows: np.ndarray) -> Iterator[tuple[TensorInfo, int, int, int]]:
     """Runs of rows that lie one after the other in one source: (source, first row there, begin, stop in `rows`)."""
     which, inside = _origin(job, rows)
-    breaks = np.flatnonzero((np.diff(inside) != 1) | (np.diff(which) != 0)) + 1
-    edges = [0, *breaks.tolist(), len(rows)]
-    for begin, stop in pairwise(edges):
+    for begin, stop in _stretches((np.diff(inside) != 1) | (np.diff(which) != 0)):
         yield job.sources[int(which[begin])], int(inside[begin]), begin, stop
+
+
+def _stretches(breaks: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(begin, stop) of what lies between breaks; breaks[i] says that item i + 1 does not go on from item i."""
+    return pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), len(breaks) + 1])
 
 
 def _origin(job: Job, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -212,8 +215,7 @@ def _parts(job: Job, rows: np.ndarray, weights: np.ndarray | None) -> Iterator[t
         yield 0, len(rows), None if weights is None else weights[0]
         return
     experts = rows // job.rule.target_shape[1]
-    edges = [0, *(np.flatnonzero(np.diff(experts)) + 1).tolist(), len(rows)]
-    for begin, stop in pairwise(edges):
+    for begin, stop in _stretches(np.diff(experts) != 0):
         yield begin, stop, weights[int(experts[begin])]
 
 

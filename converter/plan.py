@@ -263,19 +263,16 @@ class _Importance:
         if self.matrix is None:
             return
         shapes = {r.target: r.target_shape for r in model.rules}
-        for name, values in self.matrix.entries.items():
-            shape = shapes.get(name)
-            if shape is None:
+        for name in sorted(self.matrix.entries.keys() & shapes.keys()):
+            shape, values = shapes[name], self.matrix.entries[name]
+            if values.size == shape[-1] * (shape[0] if len(shape) == 3 else 1):
                 continue
-            if values.size != shape[-1] * (shape[0] if len(shape) == 3 else 1):
-                if (
-                    name != "token_embd.weight"
-                ):  # of tied models it is the output's input, and llama-quantize ignores it
-                    raise InputError(
-                        "the importance matrix is of another model", self.matrix.file, name,
-                        expected=f"{shape[-1]} columns per matrix of {list(shape)}", found=f"{values.size} values",
-                    )  # fmt: skip
-                self.unfit.append(name)
+            if name != "token_embd.weight":  # of tied models it is the output's input, and llama-quantize ignores it
+                raise InputError(
+                    "the importance matrix is of another model", self.matrix.file, name,
+                    expected=f"{shape[-1]} columns per matrix of {list(shape)}", found=f"{values.size} values",
+                )  # fmt: skip
+            self.unfit.append(name)
 
     def serves(self, entry: TensorEntry) -> bool:
         """Whether this tensor is quantized with weights."""

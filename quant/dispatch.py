@@ -33,9 +33,7 @@ def quantize(
     if importance is None:
         _in_strips(flat, kind, packed)
     elif len(flat):
-        bad = first_not_finite(flat)
-        if bad >= 0:
-            raise QuantizationError("NaN or infinity", kind.name, bad)
+        _refuse_not_finite(flat, kind, "NaN or infinity")
         _refuse(_run_weighted(flat, kind, importance, packed), kind)
     return out
 
@@ -45,9 +43,7 @@ def _in_strips(x: np.ndarray, kind: BlockType, out: np.ndarray) -> None:
     module = kind.kernels()
     blocks = len(x) // kind.block
     if blocks < max(module.BATCH, WIDTH):
-        bad = first_not_finite(x)
-        if bad >= 0:
-            raise QuantizationError("NaN or infinity", kind.name, bad)
+        _refuse_not_finite(x, kind, "NaN or infinity")
         _refuse(_run_few(x, kind, out), kind)
         return
     check, run = any_not_finite.raw((x,), 1), module.quantize.raw((x, out), 1)
@@ -57,9 +53,15 @@ def _in_strips(x: np.ndarray, kind: BlockType, out: np.ndarray) -> None:
         first = min(first, blocks - step) if blocks >= step else 0  # noqa: PLW2901  (the last strip is a whole one)
         count = min(step, blocks)
         if check(source + first * width, count * kind.block):
-            raise QuantizationError("NaN or infinity", kind.name, first_not_finite(x))
+            _refuse_not_finite(x, kind, "NaN or infinity")
         bad = run(source + first * width, target + first * kind.nbytes, count)
         _refuse(first + bad if bad >= 0 else -1, kind)
+
+
+def _refuse_not_finite(x: np.ndarray, kind: BlockType, what: str) -> None:
+    bad = first_not_finite(x)
+    if bad >= 0:
+        raise QuantizationError(what, kind.name, bad)
 
 
 def _refuse(bad_block: int, kind: BlockType) -> None:
@@ -85,10 +87,9 @@ def dequantize(data: np.ndarray, kind: BlockType) -> np.ndarray:
 def _checked_weights(weights: np.ndarray, row: int, kind: BlockType) -> np.ndarray:
     if weights.shape != (row,) or weights.dtype != np.float32:
         raise ValueError(f"weights must be float32 [{row}], not {weights.dtype} {weights.shape}")
-    bad = first_not_finite(np.ascontiguousarray(weights))
-    if bad >= 0:
-        raise QuantizationError("NaN or infinity among the weights", kind.name, bad)
-    return np.ascontiguousarray(weights)
+    weights = np.ascontiguousarray(weights)
+    _refuse_not_finite(weights, kind, "NaN or infinity among the weights")
+    return weights
 
 
 def _run_few(x: np.ndarray, kind: BlockType, out: np.ndarray) -> int:
