@@ -24,6 +24,7 @@ def convert(
     name: str | None = None,
     imatrix: str | Path | None = None,
     workers: int | None = None,
+    device: str = "cpu",
     dry_run: bool = False,
     force: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
@@ -34,11 +35,13 @@ def convert(
     types, or a folder. types: mixes such as "Q4_K_M"; empty for the one in the file name, else Q4_K_M. mtp_type: the
     head's mix, "match" for the trunk's; None for Q8_0 or the trunk's if that keeps more bits. mtp: "bundled",
     "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last match wins. imatrix: an
-    importance matrix of llama-imatrix, GGUF or .dat. progress: called with
+    importance matrix of llama-imatrix, GGUF or .dat. device: where to quantize, "cpu", "cuda" or "auto"; the bytes are
+    the same. progress: called with
     (bytes done, bytes in all, tensor). Raises converter.errors.ToolError; nothing has a final name then.
     """
     import time
 
+    from converter.device import open_device
     from converter.execute import run_threads, total_bytes
     from converter.model import read_model
     from converter.plan import Options, Packaging, make_plan
@@ -49,6 +52,7 @@ def convert(
         tuple(types), mtp_type, Packaging(mtp), tuple(tensor_types), pre_tokenizer, name,
         Path(imatrix) if imatrix else None,
     )  # fmt: skip
+    place = open_device(device)
     started = time.monotonic()
     source = read_model(Path(model), with_head=options.packaging is not Packaging.NONE)
     try:
@@ -62,7 +66,7 @@ def convert(
                 progress(done, size, tensor)
 
         seen = write_plan(
-            plan, force=force, run=lambda sinks: run_threads(plan, source.checkpoint, sinks, workers, report)
+            plan, force=force, run=lambda sinks: run_threads(plan, source.checkpoint, sinks, workers, place, report)
         )
         return ConversionReport(
             plan, dry_run=False, seconds=time.monotonic() - started, source_bytes=size, notes=plan.notes + seen

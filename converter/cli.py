@@ -61,6 +61,10 @@ def _convert_parser() -> argparse.ArgumentParser:
         "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
     )
     parser.add_argument("--workers", metavar="N", type=_positive, help="threads (default: all cores)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "auto"), default="cpu",
+        help="where to quantize: compiled kernels on the CPU, or a CUDA GPU through torch; the bytes are the same",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="decide and print everything, write nothing")
     parser.add_argument("--force", action="store_true", help="replace existing outputs")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -86,7 +90,7 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
     try:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
-            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix, workers=args.workers,
+            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix, workers=args.workers, device=args.device,
             dry_run=args.dry_run, force=args.force, progress=progress,
         )  # fmt: skip
     finally:

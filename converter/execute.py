@@ -7,7 +7,6 @@ in any order and the bytes are the same.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -17,16 +16,15 @@ from itertools import pairwise
 import numpy as np
 
 from converter.checkpoint import Checkpoint, TensorInfo
+from converter.device import Cpu, Device
 from converter.errors import CheckpointError
 from converter.imatrix import ImportanceMatrix
 from converter.plan import Plan, PlannedTensor
 from converter.rules import Rule
 from converter.transforms import Transform, apply_values, matrix_shape, source_column, source_rows
 from converter.writer import ChunkSink
-from quant import QuantizationError, quantize
+from quant import QuantizationError
 
-CHUNK_VALUES = 8 * 2**20  # 16 MB of BF16
-STRIP_VALUES = 2**18  # 1 MB of float32: stays in a core's cache while several types are made of it
 _DTYPES = {"BF16": np.dtype(np.uint16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 
 
@@ -77,17 +75,17 @@ def jobs(plan: Plan) -> list[Job]:
     return [Job(t[0][1].rule, t[0][1].sources, tuple(t)) for t in targets.values()]
 
 
-def chunks(plan: Plan) -> Iterator[Chunk]:
-    """The work of a plan, cut into pieces of bounded size."""
+def chunks(plan: Plan, values: int) -> Iterator[Chunk]:
+    """The work of a plan, cut into pieces of about so many values."""
     for job in jobs(plan):
-        step = max(1, CHUNK_VALUES // job.row_length)
+        step = max(1, values // job.row_length)
         for first in range(0, job.rows, step):
             yield Chunk(job, first, min(first + step, job.rows))
 
 
 def total_bytes(plan: Plan) -> int:
     """Source bytes that a run reads."""
-    return sum(chunk.source_bytes for chunk in chunks(plan))
+    return sum(Chunk(job, 0, job.rows).source_bytes for job in jobs(plan))
 
 
 def run_threads(
@@ -95,6 +93,7 @@ def run_threads(
     checkpoint: Checkpoint,
     sinks: Sequence[ChunkSink],
     workers: int | None = None,
+    device: Device | None = None,
     progress: Callable[[int, str], None] = lambda _done, _tensor: None,
 ) -> list[str]:
     """Execute a plan on threads: kernels, reads and writes release the GIL. Returns notes on what was seen.
@@ -102,16 +101,17 @@ def run_threads(
     At most two chunks per worker are in memory. The first error stops the run and is raised.
     progress: called with (source bytes read so far, tensor).
     """
-    workers = workers or os.cpu_count() or 1
+    device = device or Cpu()
+    workers = workers or device.workers
     seen: dict[str, set[int]] = defaultdict(set)
     pending: set[Future[Done]] = set()
-    work = chunks(plan)
+    work = chunks(plan, device.chunk_values)
     read = 0
     with ThreadPoolExecutor(workers) as pool:
         try:
             while True:
                 while len(pending) < 2 * workers and (chunk := next(work, None)):
-                    pending.add(pool.submit(run_chunk, chunk, checkpoint, sinks, plan.importance))
+                    pending.add(pool.submit(run_chunk, chunk, checkpoint, sinks, device, plan.importance))
                 if not pending:
                     break
                 finished, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -127,27 +127,31 @@ def run_threads(
 
 
 def run_chunk(
-    chunk: Chunk, checkpoint: Checkpoint, sinks: Sequence[ChunkSink], importance: ImportanceMatrix | None = None
+    chunk: Chunk,
+    checkpoint: Checkpoint,
+    sinks: Sequence[ChunkSink],
+    device: Device,
+    importance: ImportanceMatrix | None = None,
 ) -> Done:
     """One chunk from source to all files."""
     job = chunk.job
     rows = np.arange(chunk.first, chunk.stop)
-    raw = _read(job, rows, checkpoint)
+    raw = _read(job, rows, checkpoint, device)
     weights = [_weights(tensor, importance) for _, tensor in job.targets]
     outputs = [np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for _, t in job.targets]
-    strip = max(1, STRIP_VALUES // job.row_length)
+    strip = max(1, device.strip_values // job.row_length)
     for begin in range(0, len(rows), strip):
         piece = raw[begin : begin + strip]
         parts = [out[begin : begin + strip] for out in outputs]
-        _quantize_strip(job, rows[begin : begin + strip], piece, weights, parts)
+        _quantize_strip(job, rows[begin : begin + strip], piece, weights, parts, device)
     for (file, tensor), out in zip(job.targets, outputs, strict=True):
         sinks[file].write(tensor.entry.offset + chunk.first * out.shape[1], out.data.cast("B"))
     return Done(chunk, _live_experts(job, rows, raw))
 
 
-def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
+def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint, device: Device) -> np.ndarray:
     """The source rows of these result rows, in result order and stored dtype: [rows, row length]."""
-    raw = np.empty((len(rows), job.row_length), _DTYPES[job.sources[0].dtype])
+    raw = device.empty((len(rows), job.row_length), _DTYPES[job.sources[0].dtype])
     row_bytes = raw.strides[0]
     for source, first, begin, stop in _runs(job, rows):
         checkpoint.read(source, first * row_bytes, raw[begin:stop])
@@ -185,16 +189,17 @@ def _quantize_strip(
     raw: np.ndarray,
     weights: Sequence[np.ndarray | None],
     outputs: Sequence[np.ndarray],
+    device: Device,
 ) -> None:
     """Quantize one strip for every target; `rows` are the result rows it holds."""
     steps = job.rule.transforms
     first = 0
     try:
-        x = raw if not changes_values(steps) else apply_values(_as_float32(raw), steps)
+        x = device.place(raw if not changes_values(steps) else apply_values(_as_float32(raw), steps))
         for (_, tensor), weight, out in zip(job.targets, weights, outputs, strict=True):
             for begin, stop, of_part in _parts(job, rows, weight):
                 first = begin
-                quantize(x[begin:stop], tensor.type.name, of_part, out[begin:stop])
+                device.quantize(x[begin:stop], tensor.type.name, of_part, out[begin:stop])
     except QuantizationError as error:
         row, column = divmod(error.index, job.row_length)
         row += first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quant.lanes import Memory, Operand, Value, Variable, absolute, float_bits, from_bits, position, select, var
+from quant.lanes import Memory, Operand, Value, Variable, absolute, first, float_bits, from_bits, position, select, var
 
 EPSILON = 1e-15
 INFINITE_HALF = 0x7C00
@@ -63,4 +63,4 @@ class FirstBad:
         self._block.set(select(~fits & (self._block < 0), position(block), self._block))
 
     def result(self) -> Value:
-        return Value(self._block.ir)
+        return first(self._block)

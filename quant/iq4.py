@@ -57,7 +57,7 @@ def table_scale(columns: Memory, weights: Memory) -> Value:
     for t in loop(0, 15):
         xq, qq = sums(splat((to_float(t) - 7.0) + float(TABLE[0])) / extreme)
         better = (qq > 0) & (xq * xq > best * qq)
-        with when(any_lane(better)):
+        for _ in when(any_lane(better)):
             scale.set(select(better, xq / qq, scale))
             best.set(select(better, scale * xq, best))
     return select(empty, 0.0, scale)

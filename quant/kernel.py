@@ -22,8 +22,8 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from quant import lanes
-from quant.lanes import Memory, Stored, Value
+from quant import llvm_lanes
+from quant.lanes import WIDTH, Stored, Value, on
 
 _I64 = ir.IntType(64)
 _lock = threading.RLock()  # LLVM's context and the value builder are one per process
@@ -69,16 +69,18 @@ class Kernel:
     def _module(self, stored: tuple[Stored, ...], sizes: int) -> ir.Module:
         module = ir.Module(self.name)
         module.triple = llvm.get_process_triple()
-        pointers = [lanes.pointer_type(s) for s in stored]
+        pointers = [llvm_lanes.pointer_type(s) for s in stored]
         function = ir.Function(module, ir.FunctionType(_I64, pointers + [_I64] * sizes), "kernel")
         for argument in function.args[: len(stored)]:
             argument.add_attribute("noalias")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         body = function.append_basic_block("body")  # variables and room gather in the entry
         builder.position_at_end(body)
-        lanes.begin(builder)
-        memories = [Memory(a, s) for a, s in zip(function.args, stored, strict=False)]
-        builder.ret(lanes.position(self.build(*memories, *(Value(a) for a in function.args[len(stored) :]))).ir)
+        llvm_lanes.begin(builder)
+        memories = [llvm_lanes.Array(a, s) for a, s in zip(function.args, stored, strict=False)]
+        counts = [llvm_lanes.Register(a) for a in function.args[len(stored) :]]
+        with on(llvm_lanes):
+            builder.ret(llvm_lanes.position(self.build(*memories, *counts)).ir)
         builder.position_at_end(function.entry_basic_block)
         builder.branch(body)
         return module
@@ -139,7 +141,7 @@ def _sources_digest() -> str:
 
 def _key(name: str, stored: tuple[Stored, ...]) -> str:
     parts = (
-        name, *stored, str(lanes.WIDTH), _sources_digest(), version("llvmlite"), llvm.get_process_triple(),
+        name, *stored, str(WIDTH), _sources_digest(), version("llvmlite"), llvm.get_process_triple(),
         llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(),
     )  # fmt: skip
     return f"{name.removeprefix('quant.')}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}"

@@ -21,6 +21,7 @@ from quant.lanes import (
     loop,
     lowest,
     nearest_int,
+    now,
     room_per_lane,
     select,
     smaller,
@@ -99,9 +100,9 @@ def signed_extreme(x: Memory, start: Value) -> Value:
         low, high = smaller(value, low), larger(value, high)
     least, most = lowest(low), highest(high)
     extreme = var(select(most > -least, most, least))
-    with when(most == -least, rare=True):
+    for _ in when(most == -least, rare=True):
         extreme.set(select(first_is_negative(x, start, lambda v: absolute(v) == most), -most, absolute(most)))
-    return Value(extreme.ir)
+    return now(extreme)
 
 
 def first_is_negative(x: Memory, start: Value, holds: Callable[[Value], Value]) -> Value:
@@ -124,7 +125,7 @@ def bounds(x: Memory, start: Value) -> tuple[Value, Value]:
         value = x.load(start + j)
         low, high = smaller(value, low), larger(value, high)
     least, most = var(lowest(low)), var(highest(high))
-    with when(least == 0, rare=True):
+    for _ in when(least == 0, rare=True):
         where: Operand = 0
         negative: Operand = 0
         for j in range(0, 32, WIDTH):
@@ -134,7 +135,7 @@ def bounds(x: Memory, start: Value) -> tuple[Value, Value]:
         assert isinstance(where, Value)
         least.set(select((where & -where & negative) != 0, -0.0, 0.0))
         most.set(select(most == 0, least, most))
-    return Value(least.ir), Value(most.ir)
+    return now(least), now(most)
 
 
 def truncated(value: Value, top: int) -> Value:
@@ -150,7 +151,7 @@ def put_halves(out: Memory, group: Value, nbytes: int, offset: int, values: Valu
     words = out.viewed("BF16")  # 16 bits at a time
     for lane in range(WIDTH):
         words[(group + lane) * (nbytes // 2) + offset // 2] = float_bits(halves[lane])
-    with when(~all_lanes((half & 0x7FFF) < INFINITE_HALF), rare=True):
+    for _ in when(~all_lanes((half & 0x7FFF) < INFINITE_HALF), rare=True):
         for lane in loop(0, WIDTH):
             bad.note(group + lane, (float_bits(halves[lane]) & 0x7FFF) < INFINITE_HALF)
 

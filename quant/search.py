@@ -22,6 +22,7 @@ from quant.lanes import (
     nearest,
     nearest_int,
     nearest_within,
+    now,
     number,
     position,
     room_per_lane,
@@ -84,7 +85,7 @@ def round_weighted(value: Value, top: int) -> Value:
     return (smaller(larger(value, 0.0), float(top)) + 12582912.0) - 12582912.0
 
 
-def scale_and_minimum(  # noqa: PLR0915
+def scale_and_minimum(  # noqa: C901
     columns: Memory, weights: Memory, n: int, top: int, candidates: Candidates, *, weighted: bool, mad: bool = False
 ) -> Affine:
     """Search A: make_qkx2_quants, or make_qkx3_quants for columns that are weighted by importance.
@@ -124,7 +125,7 @@ def scale_and_minimum(  # noqa: PLR0915
 
     def try_quants(trial: Value, rounding: Callable[[Value], Value]) -> None:
         q_, qq, xq = splat(0.0), splat(0.0), splat(0.0)
-        from_ = Value(minimum.ir)
+        from_ = now(minimum)
         for j in range(n):
             q = rounding(trial * (x(j) - from_))
             quants.store(j * WIDTH, q)
@@ -142,9 +143,9 @@ def scale_and_minimum(  # noqa: PLR0915
         else:
             inside = absolute(trial * (low - minimum)) < _EXACT_UP_TO
             inside = all_lanes(inside & (absolute(trial * (high - minimum)) < _EXACT_UP_TO))
-            with when(inside):
+            for _ in when(inside):
                 try_quants(trial, lambda v: nearest_within(v, 0, top))
-            with when(~inside, rare=True):
+            for _ in when(~inside, rare=True):
                 try_quants(trial, lambda v: nearest(v, 0, top))
         determinant = sum_w * sum_qq - sum_q * sum_q
         trial_scale = (sum_w * sum_xq - sum_x * sum_q) / determinant
@@ -154,13 +155,13 @@ def scale_and_minimum(  # noqa: PLR0915
         trial_minimum = select(above_zero, 0.0, trial_minimum)
         trial_error = error(trial_scale, trial_minimum)
         better = (determinant > 0) & (trial_error < best) & ~flat
-        with when(any_lane(better)):
+        for _ in when(any_lane(better)):
             best.set(select(better, trial_error, best))
             scale.set(select(better, trial_scale, scale))
             inverse.set(select(better, trial, inverse))
             offset.set(select(better, minimum, offset))
             minimum.set(select(better, trial_minimum, minimum))
-    return Affine(select(flat, 0.0, scale), Value(minimum.ir), select(flat, 0.0, inverse), select(flat, low, offset))
+    return Affine(select(flat, 0.0, scale), now(minimum), select(flat, 0.0, inverse), select(flat, low, offset))
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def signed_scale(columns: Memory, n: int, top: int, weights: Memory | None = Non
         trial = splat(-(float(top) + number(0.1) * s)) / extreme
         xq, qq = sums(trial)
         better = (qq > 0) & (xq * xq > best * qq)
-        with when(any_lane(better)):
+        for _ in when(any_lane(better)):
             scale.set(select(better, xq / qq, scale))
             inverse.set(select(better, trial, inverse))
             best.set(select(better, scale * xq, best))
@@ -270,7 +271,7 @@ def _positive_scale(values: list[Value], weights: list[Value], top: int) -> tupl
         sum_qq.set(sum_qq + (w * q) * q)
     changed = var(position(1) == 1)
     for _ in loop(0, 5):
-        with when(changed):
+        for _ in when(changed):
             moved_some = splat(0) != 0
             for x, w, q in zip(values, weights, levels, strict=True):
                 without_xq, without_qq = sum_xq - (w * x) * q, sum_qq - (w * q) * q

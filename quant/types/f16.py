@@ -16,7 +16,7 @@ def quantize(x: Memory, out: Memory, n: Value) -> Value:
     bad, halves = FirstBad(), out.viewed("F16")
     for i in batches(n, WIDTH):
         value = x.load(i)
-        with when(any_lane(absolute(value) >= _OVERFLOW), rare=True):
+        for _ in when(any_lane(absolute(value) >= _OVERFLOW), rare=True):
             for lane in loop(0, WIDTH):
                 bad.note(i + lane, absolute(x[i + lane]) < _OVERFLOW)
         halves.store(i, to_half(value))

@@ -16,6 +16,7 @@ from quant.lanes import (
     loop,
     nearest,
     nearest_within,
+    now,
     number,
     position,
     room,
@@ -74,12 +75,12 @@ class _Refinement:
 
     def move(self, j: int, changed: Variable) -> None:
         """Try to move level j in every lane; tell where that helped."""
-        x, level = column(self.columns, j), Value(self.levels[j].ir)
+        x, level = column(self.columns, j), now(self.levels[j])
         w = x * x
         without_xq, without_qq = self.xq - (w * x) * level, self.qq - (w * level) * level
         # Where x * qq / xq is clearly nearest to the level that is there, nothing moves: no need to divide.
         stays = absolute(x * without_qq - level * without_xq) < 0.499 * without_xq
-        with when(any_lane((without_xq > 0) & ~stays)):
+        for _ in when(any_lane((without_xq > 0) & ~stays)):
             moved = nearest((x * without_qq) / without_xq, -_TOP, _TOP - 1)
             new_xq, new_qq = without_xq + (w * x) * moved, without_qq + (w * moved) * moved
             better = (without_xq > 0) & (moved != level) & (new_qq > 0)
@@ -98,7 +99,7 @@ def _refined_scales(columns: list[Memory], levels: list[Memory], place: int) -> 
     groups = [_Refinement(c) for c in columns]
     changed = var(position(1) == 1)
     for _ in loop(0, 5):
-        with when(changed):
+        for _ in when(changed):
             changed.set(position(1) == 0)
             for j in range(_SUB):
                 for group in groups:

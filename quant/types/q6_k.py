@@ -59,10 +59,10 @@ def _quantize(x: Memory, importance: Memory | None, out: Memory, blocks: Value, 
             inverses.store(group, found.inverse)
         extreme = first_extreme([scales[s] for s in range(_SUBS)])
         empty = absolute(extreme) < EPSILON
-        with when(empty, rare=True):
+        for _ in when(empty, rare=True):
             for i in loop(0, _NBYTES):
                 out[at + i] = 0
-        with when(~empty):
+        for _ in when(~empty):
             bad.note(block, _put_scales(scales, extreme, out, at))
             _put_quants(x, block * 256, scales, inverses, out, at)
     return bad.result()

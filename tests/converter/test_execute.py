@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from converter import convert, execute
+from converter import convert
+from converter.device import Cpu, Torch, open_device
 from converter.errors import CheckpointError, EnvironmentFailure, UsageError
 from tests.checkpoints import Tensors, variant
 from tests.conftest import EXAMPLE, checkpoint
@@ -32,12 +33,36 @@ def test_any_cut_gives_the_same_bytes(
     conversions, tmp_path: Path, monkeypatch, kind: str, chunk: int, strip: int, workers: int
 ) -> None:
     """Strips of one row, odd pieces, several workers."""
-    monkeypatch.setattr(execute, "CHUNK_VALUES", chunk)
-    monkeypatch.setattr(execute, "STRIP_VALUES", strip)
+    monkeypatch.setattr(Cpu, "chunk_values", chunk)
+    monkeypatch.setattr(Cpu, "strip_values", strip)
     mixes = ["Q4_K_M", "F16"]
     convert(checkpoint(kind), tmp_path / "{type}.gguf", types=mixes, workers=workers)
     for mix in mixes:
         assert (tmp_path / f"{mix}.gguf").read_bytes() == (conversions(kind, "bundled") / f"{mix}.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_torch_device_gives_the_same_bytes(conversions, tmp_path: Path, monkeypatch, name: str) -> None:
+    """One upload for all types, importance and small tensors included."""
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr("converter.device.open_device", lambda _name: Torch(name))
+    mixes = ["Q4_K_M", "Q8_0", "F16"]
+    convert(EXAMPLE, tmp_path / "{type}.gguf", types=mixes, device="cuda")
+    for mix in mixes:
+        assert (tmp_path / f"{mix}.gguf").read_bytes() == (conversions("dense", "bundled") / f"{mix}.gguf").read_bytes()
+
+
+def test_a_device_that_is_not_there(tmp_path: Path, monkeypatch) -> None:
+    """Asked for by name it is exit 5 with what to do; auto goes on without."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentFailure, match="no CUDA device"):
+        convert(EXAMPLE, tmp_path / "x.gguf", device="cuda")
+    assert isinstance(open_device("auto"), Cpu)
 
 
 def test_each_source_byte_is_read_once_for_all_types(tmp_path: Path, monkeypatch) -> None:
@@ -216,7 +241,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         )
         script = (
             f"import sys; sys.path.insert(0, {str(EXAMPLE.parents[1])!r})\nfrom converter import convert, execute\n"
-            "execute.CHUNK_VALUES = 2**20\n"
+            "execute.Cpu.chunk_values = 2**20\n"
             f"convert({str(folder)!r}, {str(tmp_path / f'{rows}.gguf')!r}, types=['Q8_0'], workers=2)\n"
             "print(next(l for l in open('/proc/self/status') if 'VmHWM' in l).split()[1])"
         )

@@ -29,6 +29,7 @@ from quant.lanes import (
     nearest,
     nearest_int,
     nearest_within,
+    now,
     number,
     position,
     select,
@@ -133,13 +134,13 @@ def test_half_conversions_equal_numpy() -> None:
 def _control(x: Memory, out: Memory, n: Value) -> Value:
     count, total = var(position(0)), var(number(0.0))
     for i in loop(0, n):
-        with when(x[i] > 0):
+        for _ in when(x[i] > 0):
             total.set(total + x[i])
             count.set(count + 1)
     out[0] = total
     out[1], out[2] = highest(x.load(0)), lowest(x.load(0))
     out[3] = to_float(to_int(x[0]))
-    return Value(count.ir)
+    return now(count)
 
 
 def test_loops_branches_and_variables() -> None:
