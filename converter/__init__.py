@@ -23,6 +23,7 @@ def convert(
     pre_tokenizer: str | None = None,
     name: str | None = None,
     imatrix: str | Path | None = None,
+    mtp_imatrix: str | Path | None = None,
     workers: int | None = None,
     device: str = "cpu",
     dry_run: bool = False,
@@ -35,12 +36,14 @@ def convert(
     types, or a folder. types: mixes such as "Q4_K_M"; empty for the one in the file name, else Q4_K_M. mtp_type: the
     head's mix, "match" for the trunk's; None for Q8_0 or the trunk's if that keeps more bits. mtp: "bundled",
     "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last match wins. imatrix: an
-    importance matrix of llama-imatrix, GGUF or .dat. device: where to quantize, "cpu", "cuda" or "auto"; the bytes are
-    the same. progress: called with
-    (bytes done, bytes in all, tensor). Raises converter.errors.ToolError; nothing has a final name then.
+    importance matrix of llama-imatrix, GGUF or .dat. mtp_imatrix: another one for tensors of the head that it does not
+    have, or "auto" to record that with calibrate-mtp first (needs the extra [verify]). device: where to quantize,
+    "cpu", "cuda" or "auto"; the bytes are the same. progress: called with (bytes done, bytes in all, tensor). Raises
+    converter.errors.ToolError; nothing has a final name then.
     """
     import time
 
+    from converter.calibration import head_importance
     from converter.device import open_device
     from converter.execute import run_threads, total_bytes
     from converter.model import read_model
@@ -50,7 +53,7 @@ def convert(
 
     options = Options(
         tuple(types), mtp_type, Packaging(mtp), tuple(tensor_types), pre_tokenizer, name,
-        Path(imatrix) if imatrix else None,
+        Path(imatrix) if imatrix else None, head_importance(Path(model), mtp_imatrix),
     )  # fmt: skip
     place = open_device(device)
     started = time.monotonic()

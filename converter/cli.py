@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converter.console import Progress, run_command
+from converter.console import Progress, parser_for, run_command
 
 if TYPE_CHECKING:
     from converter.heads import HeadReport
     from converter.report import ConversionReport
 
-_EXIT_CODES = """\
-exit codes: 0 done, 2 wrong usage, 3 invalid input, 4 not supported, 5 environment (disk, permission, memory),
-130 interrupted"""
-
-
-def _parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, epilog=_EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('convert-mtp')}")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser
-
 
 def _convert_parser() -> argparse.ArgumentParser:
-    parser = _parser("convert-mtp", "Convert a Hugging Face checkpoint with an MTP head to GGUF.")
+    parser = parser_for("convert-mtp", "Convert a Hugging Face checkpoint with an MTP head to GGUF.")
     parser.add_argument(
         "model", metavar="MODEL", type=Path, help="folder with config.json, tokenizer and *.safetensors"
     )
@@ -56,6 +42,10 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix (GGUF or .dat)"
     )
+    parser.add_argument(
+        "--mtp-imatrix", metavar="auto|FILE",
+        help="importance of the head's tensors where --imatrix has none: from FILE, or auto to record it now, in torch",
+    )  # fmt: skip
     parser.add_argument("--name", help="model name in the metadata (default: from model card or folder)")
     parser.add_argument(
         "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
@@ -90,8 +80,9 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
     try:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
-            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix, workers=args.workers, device=args.device,
-            dry_run=args.dry_run, force=args.force, progress=progress,
+            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix,
+            mtp_imatrix=args.mtp_imatrix, workers=args.workers, device=args.device, dry_run=args.dry_run, force=args.force,
+            progress=progress,
         )  # fmt: skip
     finally:
         progress.close()
@@ -99,7 +90,7 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
 
 def inspect_main(argv: Sequence[str] | None = None) -> int:
     """Entry point of inspect-mtp."""
-    parser = _parser("inspect-mtp", "Say which MTP head a GGUF file or a model folder has, and how it can be run.")
+    parser = parser_for("inspect-mtp", "Say which MTP head a GGUF file or a model folder has, and how it can be run.")
     parser.add_argument("file", metavar="FILE_OR_MODEL", type=Path, help="a .gguf file or a model folder")
     return run_command(parser, _inspect, argv)
 

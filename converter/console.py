@@ -16,6 +16,23 @@ INTERRUPTED = 130
 _LINE_EVERY_S = 10.0
 
 
+EXIT_CODES = """\
+exit codes: 0 done, 2 wrong usage, 3 invalid input, 4 not supported, 5 environment (disk, permission, memory),
+130 interrupted"""
+
+
+def parser_for(prog: str, description: str, epilog: str = EXIT_CODES) -> argparse.ArgumentParser:
+    """A parser with what all commands have: --version, --json and the exit codes."""
+    from importlib.metadata import version
+
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('convert-mtp')}")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
 class Report(Protocol):
     """A result that a command prints."""
 
@@ -60,10 +77,13 @@ def amount(size: float) -> str:
 
 
 class Progress:
-    """Bytes done, rate and ETA on stderr: a bar on a terminal, a line every ten seconds on a pipe."""
+    """What is done, rate and ETA on stderr: a bar on a terminal, a line every ten seconds on a pipe.
 
-    def __init__(self, *, quiet: bool) -> None:
-        self.quiet = quiet
+    unit: "B" for bytes, else what is counted.
+    """
+
+    def __init__(self, *, quiet: bool, unit: str = "B") -> None:
+        self.quiet, self.unit = quiet, unit
         self._bar = None
         self._started = self._last = time.monotonic()
 
@@ -75,8 +95,10 @@ class Progress:
         elif time.monotonic() - self._last >= _LINE_EVERY_S:
             self._last = time.monotonic()
             rate = done / (self._last - self._started)
+            show = amount if self.unit == "B" else lambda n: f"{n:,.1f} {self.unit}".replace(".0 ", " ")
+            left = f"{(total - done) / rate:.0f}" if rate else "?"
             print(
-                f"{amount(done)} of {amount(total)}, {amount(rate)}/s, {(total - done) / rate:.0f} s left, {tensor}",
+                f"{show(done)} of {show(total)}, {show(rate)}/s, {left} s left, {tensor}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
@@ -88,6 +110,6 @@ class Progress:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+            self._bar = tqdm(total=total, unit=self.unit, unit_scale=self.unit == "B", dynamic_ncols=True)
         self._bar.set_postfix_str(tensor, refresh=False)
         self._bar.update(done - self._bar.n)

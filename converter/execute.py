@@ -158,6 +158,13 @@ def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint, device: Device) ->
     return raw
 
 
+def read_tensor(rule: Rule, sources: tuple[TensorInfo, ...], checkpoint: Checkpoint) -> np.ndarray:
+    """What a rule makes of its sources: the whole tensor, float32, in torch order."""
+    job = Job(rule, sources, ())
+    raw = _read(job, np.arange(job.rows), checkpoint, Cpu())
+    return apply_values(_as_float32(raw), rule.transforms).reshape(rule.target_shape)
+
+
 def _runs(job: Job, rows: np.ndarray) -> Iterator[tuple[TensorInfo, int, int, int]]:
     """Runs of rows that lie one after the other in one source: (source, first row there, begin, stop in `rows`)."""
     which, inside = _origin(job, rows)

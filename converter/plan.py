@@ -11,15 +11,15 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converter.checkpoint import TensorInfo
 from converter.errors import CheckpointError, InputError, UnsupportedError, UsageError
-from converter.gguf_file import MAX_NAME, KeyValue, TensorEntry, entries_in_order, header_bytes, pad, u32
+from converter.gguf_file import MAX_NAME, KeyValue, TensorEntry, entries_in_order, header_bytes, pad, text, u32
 from converter.imatrix import ImportanceMatrix, read_imatrix
 from converter.metadata import card_keys, file_keys, size_label
 from converter.model import Model
@@ -28,6 +28,9 @@ from converter.tokenizer import load_tokenizer
 from quant import BlockType, UnknownTypeError, block_type
 from quant.block import takes_weights
 from quant.mixes import FLOAT_TYPES, MIXES, Mix, TrunkFacts, fitting, head_types, mix, trunk_types
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DEFAULT_TYPE = "Q4_K_M"
 DEFAULT_HEAD = "Q8_0"
@@ -55,6 +58,7 @@ class Options:
     pre_tokenizer: str | None = None
     name: str | None = None
     imatrix: Path | None = None
+    head_importance: ImportanceMatrix | None = None
 
 
 @dataclass(frozen=True)
@@ -228,8 +232,7 @@ class _Draft:
         if kind == "bundled" and head is not None:
             keys.append(u32("mtp.file_type", head.file_type))
         keys += self.tokenizer
-        if self.importance.matrix is not None and main.type not in FLOAT_TYPES:
-            keys += self.importance.matrix.keys()
+        keys += self.importance.keys(main, head if kind == "bundled" else None)
         return PlannedFile(path, kind, main.name, head.name if head else None, keys, tensors)
 
     def _types(self, kind: str, main: Mix, head: Mix | None, rules: list[Rule]) -> dict[str, BlockType]:
@@ -238,7 +241,7 @@ class _Draft:
             return head_types(main, named)
         trunk = [(r.target, r.target_shape) for r in rules if r.role is not Role.MTP]
         table = self.model.table
-        weighted = self.importance.matrix is not None
+        weighted = self.importance.of_model is not None
         facts = TrunkFacts(table.trunk_layers, table.experts, table.heads_per_kv_head, weighted)
         types = trunk_types(main, trunk, facts)
         if head is not None:
@@ -255,30 +258,53 @@ class _Draft:
 
 
 class _Importance:
-    """The importance matrix of a run, if there is one, and which tensors it has nothing for."""
+    """The importance of a run: of the whole model, of the head where that has none, and what neither has.
+
+    Only the former decides about the trunk's mix, as in llama-quantize.
+    """
 
     def __init__(self, model: Model, options: Options) -> None:
-        self.matrix = read_imatrix(options.imatrix) if options.imatrix else None
+        self.of_model = read_imatrix(options.imatrix) if options.imatrix else None
+        self.of_head = options.head_importance
         self.unfit: list[str] = []
-        if self.matrix is None:
-            return
-        shapes = {r.target: r.target_shape for r in model.rules}
-        for name in sorted(self.matrix.entries.keys() & shapes.keys()):
-            shape, values = shapes[name], self.matrix.entries[name]
+        entries: dict[str, np.ndarray] = {}
+        for matrix, rules in (
+            (self.of_head, [r for r in model.rules if r.role is Role.MTP]),
+            (self.of_model, model.rules),
+        ):
+            if matrix is not None:
+                entries |= self._fitting(matrix, {r.target: r.target_shape for r in rules})
+        first = self.of_model or self.of_head
+        self.matrix = replace(first, entries=entries) if first else None
+
+    def _fitting(self, matrix: ImportanceMatrix, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        """The entries of a matrix for these tensors. Raises InputError where one has another size."""
+        fitting: dict[str, np.ndarray] = {}
+        for name in sorted(matrix.entries.keys() & shapes.keys()):
+            shape, values = shapes[name], matrix.entries[name]
             if values.size == shape[-1] * (shape[0] if len(shape) == 3 else 1):
-                continue
-            if name != "token_embd.weight":  # of tied models it is the output's input, and llama-quantize ignores it
+                fitting[name] = values
+            elif name == "token_embd.weight":  # of tied models it is the output's input; llama-quantize ignores it
+                self.unfit.append(name)
+            else:
                 raise InputError(
-                    "the importance matrix is of another model", self.matrix.file, name,
+                    "the importance matrix is of another model", matrix.file, name,
                     expected=f"{shape[-1]} columns per matrix of {list(shape)}", found=f"{values.size} values",
                 )  # fmt: skip
-            self.unfit.append(name)
+        return fitting
 
     def serves(self, entry: TensorEntry) -> bool:
         """Whether this tensor is quantized with weights."""
-        if self.matrix is None or not takes_weights(entry.type):
-            return False
-        return entry.name in self.matrix.entries and entry.name not in self.unfit
+        return self.matrix is not None and takes_weights(entry.type) and entry.name in self.matrix.entries
+
+    def keys(self, main: Mix, head: Mix | None) -> list[KeyValue]:
+        """The metadata that says by what a file was weighted."""
+        keys: list[KeyValue] = []
+        if self.of_model is not None and main.type not in FLOAT_TYPES:
+            keys += self.of_model.keys()
+        if self.of_head is not None and (head or main).type not in FLOAT_TYPES:
+            keys.append(text("mtp.imatrix.file", self.of_head.file.name[:127]))
+        return keys
 
     def notes(self, files: list[PlannedFile]) -> list[str]:
         if self.matrix is None:

@@ -38,7 +38,7 @@ class BlockType:
         return find_spec(f"quant.types.{self.name.lower()}") is not None
 
     def kernels(self) -> ModuleType:
-        """The type's module; importing it brings Numba, so it is left until data is to be touched."""
+        """The type's module; importing it brings LLVM, so it is left until data is to be touched."""
         return _kernels(self.name)
 
 
