@@ -44,6 +44,7 @@ def convert(
     import time
 
     from converter.calibration import head_importance
+    from converter.checkpoint import require_folder
     from converter.device import open_device
     from converter.execute import run_threads, total_bytes
     from converter.model import read_model
@@ -51,6 +52,7 @@ def convert(
     from converter.report import ConversionReport
     from converter.writer import write_plan
 
+    require_folder(Path(model))
     options = Options(
         tuple(types), mtp_type, Packaging(mtp), tuple(tensor_types), pre_tokenizer, name,
         Path(imatrix) if imatrix else None, head_importance(Path(model), mtp_imatrix),

@@ -317,7 +317,8 @@ class _Importance:
         head = sum(
             any(t.entry.name == n and t.rule.role is Role.MTP for f in files for t in f.tensors) for n in without
         )
-        what = f"{len(without)} tensors ({head} of the MTP head) have no entry in the importance matrix"
+        of_head = f" ({head} of the MTP head)" if head else ""
+        what = f"{len(without)} tensors{of_head} have no entry in the importance matrix"
         return [f"{what} and are quantized without weights: {', '.join(without)}"]
 
 

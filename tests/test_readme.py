@@ -9,6 +9,7 @@ import pytest
 
 from converter import cli
 from tests.conftest import ROOT
+from verify import calibrate
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
@@ -17,9 +18,9 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if line.startswith(("convert-mtp", "inspect-mtp"))
+    if line.startswith(("convert-mtp", "inspect-mtp", "calibrate-mtp"))
 ]
-MAINS = {"convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main}
+MAINS = {"convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main, "calibrate-mtp": calibrate.main}
 
 
 def test_there_are_commands() -> None:
@@ -42,7 +43,7 @@ def test_commands_for_the_example(tmp_path, monkeypatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     ran = [MAINS[c[0]](c[1:]) for c in COMMANDS if "examples/" in " ".join(c) or c[1].startswith("tiny")]
-    assert ran == [0] * 4
+    assert ran == [0] * 6
 
 
 def test_python_block(tmp_path, monkeypatch, capsys) -> None:

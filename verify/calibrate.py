@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converter.console import Progress, parser_for, run_command
-from converter.errors import EnvironmentFailure, InputError, UsageError
+from converter.errors import EnvironmentFailure, InputError, TokenizerError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +101,11 @@ def tokenize(folder: Path, content: str) -> list[int]:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise _needs_verify() from error
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(content, add_special_tokens=False).ids
+    file = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file)).encode(content, add_special_tokens=False).ids
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError("this tokenizer cannot be used", file, found=str(error)) from error
 
 
 def _torch_model(weights: Any, device: str, recorder: _Recorder) -> tuple[Any, Any]:

@@ -40,11 +40,17 @@ def prompt_ids(folder: Path) -> list[list[int]]:
 
 
 @cache
-def greedy(folder: Path, tokens: int) -> tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]:
-    """For every prompt the next tokens, in float32 and never ending early, and the margins of their logits."""
+def reference(folder: Path):
+    """transformers' model in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def greedy(folder: Path, tokens: int) -> tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]:
+    """For every prompt the next tokens, in float32 and never ending early, and the margins of their logits."""
+    model = reference(folder)
     answers = []
     for ids in prompt_ids(folder):
         prompt = torch.tensor([ids])
