@@ -6,15 +6,16 @@ tensors cover the data without gaps (safetensors format specification). Nothing 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from converter.errors import CheckpointError
+from converter.errors import CheckpointError, EnvironmentFailure
 from converter.files import os_errors, read_json_object
 
 if TYPE_CHECKING:
@@ -56,70 +57,149 @@ class Ghost:
     elsewhere: Path | None
 
 
+@dataclass(frozen=True)
+class ShardId:
+    """What tells that a shard is still the one it was: size, time of change or a hub's etag, hash of its header."""
+
+    size: int
+    stamp: str
+    header_sha256: str
+
+
+class ShardFiles(Protocol):
+    """Where shards lie and how their bytes are read, by any thread; travels to other processes."""
+
+    def names(self) -> list[str]:
+        """The *.safetensors files, sorted."""
+        ...
+
+    def check(self, file: Path) -> None:
+        """Raise CheckpointError where this file must not be taken for one of the model's."""
+        ...
+
+    def size(self, file: Path) -> int: ...
+
+    def stamp(self, file: Path) -> str: ...
+
+    def read(self, file: Path, position: int, view: memoryview) -> int:
+        """Fill `view` with what stands from `position` on; returns how many bytes there were."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalFiles:
+    """Shards in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptors: dict[Path, int] = {}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LocalFiles, (self.folder,)
+
+    def names(self) -> list[str]:
+        with os_errors("cannot list this folder", self.folder):
+            return sorted(
+                f.name for f in self.folder.glob("*.safetensors") if f.is_file() and not f.name.startswith(".")
+            )
+
+    def check(self, file: Path) -> None:
+        """A shard may be a link only into the folder itself or into the Hub cache's blobs, where snapshots point to."""
+        if not file.is_symlink():
+            return
+        target, home = file.resolve(), self.folder.resolve()
+        blobs = home.parent.parent / "blobs"
+        in_cache = home.parent.name == "snapshots" and target.parent == blobs
+        if target.parent != home and not in_cache:
+            raise CheckpointError(
+                "this shard is a link that leaves the model folder", file,
+                expected=f"a file in {self.folder}", found=str(target),
+                hint="copy the file here if it is the one you mean",
+            )  # fmt: skip
+
+    def size(self, file: Path) -> int:
+        with os_errors("cannot read this shard", file):
+            return file.stat().st_size
+
+    def stamp(self, file: Path) -> str:
+        with os_errors("cannot read this shard", file):
+            return str(file.stat().st_mtime_ns)
+
+    def read(self, file: Path, position: int, view: memoryview) -> int:
+        done = 0
+        with os_errors("cannot read this shard", file):
+            descriptor = self._descriptor(file)
+            while done < len(view) and (count := os.preadv(descriptor, [view[done:]], position + done)):
+                done += count
+        return done
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _descriptor(self, file: Path) -> int:
+        # Two threads may open a file at once; setdefault keeps one, and the other is closed again.
+        known = self._descriptors.get(file)
+        if known is None:
+            opened = os.open(file, os.O_RDONLY)
+            known = self._descriptors.setdefault(file, opened)
+            if known != opened:
+                os.close(opened)
+        return known
+
+
 @dataclass
 class Checkpoint:
-    """All tensors of a folder.
+    """All tensors of a model.
 
     `strays` are tensors that the index does not know; `ghosts` index entries that no file has. What becomes of both is
     decided by whoever knows what the model needs.
     """
 
     folder: Path
+    files: ShardFiles
     tensors: dict[str, TensorInfo]
     strays: dict[str, TensorInfo] = field(default_factory=dict)
     ghosts: dict[str, Ghost] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _open_files: dict[Path, int] = field(default_factory=dict, repr=False)
+    ids: dict[Path, ShardId] = field(default_factory=dict)
 
     def shards(self) -> list[Path]:
         return sorted({t.file for t in self.tensors.values()})
 
     def read(self, info: TensorInfo, begin: int, out: np.ndarray) -> None:
-        """Fill `out` (contiguous) with the tensor's bytes from `begin` on. Raises CheckpointError on a short read."""
+        """Fill `out` (contiguous) with the tensor's bytes from `begin` on. Raises EnvironmentFailure where they end."""
         view = out.data.cast("B")
         position = info.begin + begin
         assert position + len(view) <= info.end, (info.name, begin, len(view))
-        with os_errors("cannot read this shard", info.file):
-            descriptor = self._descriptor(info.file)
-            done = 0
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], position + done)
-                if count == 0:
-                    raise CheckpointError(
-                        "the shard ended while it was read: it changed since its header was checked",
-                        info.file, info.name, f"{info.end:,} bytes", f"{position + done:,} bytes",
-                    )  # fmt: skip
-                done += count
+        count = self.files.read(info.file, position, view)
+        if count < len(view):
+            raise EnvironmentFailure(
+                "the shard ended while it was read: it changed since its header was checked",
+                info.file, info.name, f"{info.end:,} bytes", f"{position + count:,} bytes",
+            )  # fmt: skip
 
     def close(self) -> None:
-        while self._open_files:
-            os.close(self._open_files.popitem()[1])
-
-    def _descriptor(self, file: Path) -> int:
-        # Two threads may open a file at once; setdefault keeps one, and the other is closed again.
-        known = self._open_files.get(file)
-        if known is None:
-            opened = os.open(file, os.O_RDONLY)
-            known = self._open_files.setdefault(file, opened)
-            if known != opened:
-                os.close(opened)
-        return known
+        self.files.close()
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards of a folder and check them against sizes and index.
+def open_checkpoint(folder: Path, files: ShardFiles | None = None) -> Checkpoint:
+    """Read the headers of all shards of a model and check them against sizes and index.
 
-    Raises CheckpointError where a file is damaged, missing or outside the folder.
+    folder: where config and index lie. files: where the shards do; None for the folder itself. Raises CheckpointError
+    where a file is damaged, missing or outside the folder.
     """
     require_folder(folder)
-    with os_errors("cannot list this folder", folder):
-        present = sorted(f for f in folder.iterdir() if f.name.endswith(".safetensors") and not f.name.startswith("."))
+    files = files or LocalFiles(folder)
+    present = [folder / name for name in files.names()]
+    reader = _HeaderReader(files)
     index_file = folder / INDEX
     if index_file.is_file():
-        return _with_index(folder, index_file, present)
+        return _with_index(folder, index_file, present, reader)
     if not present:
         raise _no_weights(folder)
-    return _without_index(folder, present)
+    return _without_index(folder, present, reader)
 
 
 def require_folder(folder: Path) -> None:
@@ -129,11 +209,10 @@ def require_folder(folder: Path) -> None:
         raise CheckpointError(what, folder, hint="give the folder that holds config.json and *.safetensors")
 
 
-def _without_index(folder: Path, files: list[Path]) -> Checkpoint:
+def _without_index(folder: Path, present: list[Path], reader: _HeaderReader) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        _check_place(folder, file)
-        for info in read_header(file):
+    for file in present:
+        for info in reader.header(file):
             other = tensors.setdefault(info.name, info)
             if other is not info:
                 raise CheckpointError(
@@ -141,10 +220,10 @@ def _without_index(folder: Path, files: list[Path]) -> Checkpoint:
                     file, info.name, expected="one of them", found=f"{other.file.name} and {file.name}",
                     hint="move the file that does not belong to this model out of the folder",
                 )  # fmt: skip
-    return Checkpoint(folder, tensors)
+    return Checkpoint(folder, reader.files, tensors, ids=reader.ids)
 
 
-def _with_index(folder: Path, index_file: Path, present: list[Path]) -> Checkpoint:
+def _with_index(folder: Path, index_file: Path, present: list[Path], reader: _HeaderReader) -> Checkpoint:
     weight_map = _weight_map(index_file)
     tensors: dict[str, TensorInfo] = {}
     homeless: dict[str, Path] = {}
@@ -154,12 +233,12 @@ def _with_index(folder: Path, index_file: Path, present: list[Path]) -> Checkpoi
     for shard in sorted(set(weight_map.values())):
         file = _shard_path(folder, index_file, shard)
         wanted = {name for name, where in weight_map.items() if where == shard}
-        if not file.is_file():
+        if file not in present:
             raise CheckpointError(
                 f"the index names a shard that is not there, with {len(wanted)} tensors",
                 file, tensor=some(wanted), hint="the download is incomplete: fetch this file",
             )  # fmt: skip
-        headers = {info.name: info for info in read_header(file)}
+        headers = {info.name: info for info in reader.header(file)}
         everywhere.update(dict.fromkeys(headers, file))
         for name in sorted(wanted):
             if name in headers:
@@ -172,8 +251,7 @@ def _with_index(folder: Path, index_file: Path, present: list[Path]) -> Checkpoi
     for file in present:
         if file in listed:
             continue
-        _check_place(folder, file)
-        for info in read_header(file):
+        for info in reader.header(file):
             if info.name in weight_map:
                 continue
             other = strays.setdefault(info.name, info)
@@ -185,7 +263,7 @@ def _with_index(folder: Path, index_file: Path, present: list[Path]) -> Checkpoi
                 )  # fmt: skip
         notes.append(f"{file.name} is not in {INDEX}: the index decides, tensors that it lists elsewhere are not read")
     ghosts = {name: Ghost(file, everywhere.get(name)) for name, file in homeless.items()}
-    return Checkpoint(folder, tensors, strays, ghosts, notes)
+    return Checkpoint(folder, reader.files, tensors, strays, ghosts, notes, reader.ids)
 
 
 def _weight_map(index_file: Path) -> dict[str, str]:
@@ -206,23 +284,7 @@ def _shard_path(folder: Path, index_file: Path, shard: str) -> Path:
             expected="a plain file name",
             found=repr(shard),
         )
-    file = folder / shard
-    _check_place(folder, file)
-    return file
-
-
-def _check_place(folder: Path, file: Path) -> None:
-    """A shard may be a link only into the folder itself or into the Hub cache's blobs, where snapshots point to."""
-    if not file.is_symlink():
-        return
-    target, home = file.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    in_cache = home.parent.name == "snapshots" and target.parent == blobs
-    if target.parent != home and not in_cache:
-        raise CheckpointError(
-            "this shard is a link that leaves the model folder", file, expected=f"a file in {folder}", found=str(target),
-            hint="copy the file here if it is the one you mean",
-        )  # fmt: skip
+    return folder / shard
 
 
 def _no_weights(folder: Path) -> CheckpointError:
@@ -237,28 +299,40 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError("this folder has no weights", folder, expected="*.safetensors", found="none")
 
 
-def read_header(file: Path) -> list[TensorInfo]:
-    """The tensors of one shard, every number checked against the file's size."""
-    with os_errors("cannot read this shard", file), file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        prefix = stream.read(8)
+class _HeaderReader:
+    """Reads the headers of shards and remembers what tells these shards from others."""
+
+    def __init__(self, files: ShardFiles) -> None:
+        self.files = files
+        self.ids: dict[Path, ShardId] = {}
+
+    def header(self, file: Path) -> list[TensorInfo]:
+        """The tensors of one shard, every number checked against the file's size."""
+        self.files.check(file)
+        size, stamp = self.files.size(file), self.files.stamp(file)
+        prefix = self._read(file, 0, min(8, size))
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER:
             raise CheckpointError(
                 "this is not a safetensors file, or it is cut off inside its header",
                 file, expected=f"a header of {length:,} bytes", found=f"{size:,} bytes in all",
             )  # fmt: skip
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError("the shard's header is not valid JSON", file, found=str(error)) from error
-    if not isinstance(header, dict):
-        raise CheckpointError("the shard's header is not a JSON object", file)
-    header.pop("__metadata__", None)
-    infos = [_tensor_info(name, entry, file, 8 + length) for name, entry in header.items()]
-    _check_coverage(infos, file, 8 + length, size)
-    return infos
+        raw = self._read(file, 8, length)
+        self.ids[file] = ShardId(size, stamp, hashlib.sha256(raw).hexdigest())
+        try:
+            header = json.loads(raw, object_pairs_hook=_unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError("the shard's header is not valid JSON", file, found=str(error)) from error
+        if not isinstance(header, dict):
+            raise CheckpointError("the shard's header is not a JSON object", file)
+        header.pop("__metadata__", None)
+        infos = [_tensor_info(name, entry, file, 8 + length) for name, entry in header.items()]
+        _check_coverage(infos, file, 8 + length, size)
+        return infos
+
+    def _read(self, file: Path, position: int, count: int) -> bytes:
+        raw = bytearray(count)
+        return bytes(raw[: self.files.read(file, position, memoryview(raw))])
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
