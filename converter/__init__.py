@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,13 @@ def convert(
     imatrix: str | Path | None = None,
     mtp_imatrix: str | Path | None = None,
     workers: int | None = None,
+    executor: str = "threads",
     device: str = "cpu",
     dry_run: bool = False,
     force: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    resume: bool = True,
+    progress: Callable[[int, int, str], None] = lambda _done, _total, _tensor: None,
+    notify: Callable[[str, str, Mapping[str, object]], None] = lambda _name, _message, _facts: None,
 ) -> ConversionReport:
     """Convert a model folder to one GGUF file per type, reading each source tensor once.
 
@@ -38,19 +41,21 @@ def convert(
     "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last match wins. imatrix: an
     importance matrix of llama-imatrix, GGUF or .dat. mtp_imatrix: another one for tensors of the head that it does not
     have, or "auto" to record that with calibrate-mtp first (needs the extra [verify]). device: where to quantize,
-    "cpu", "cuda" or "auto"; the bytes are the same. progress: called with (bytes done, bytes in all, tensor). Raises
-    converter.errors.ToolError; nothing has a final name then.
+    "cpu", "cuda" or "auto"; executor: who does it, "threads", "processes" or "ray"; the bytes are the same. resume: go
+    on where an earlier run of the same conversion was cut off. progress: called with (source bytes done, in all,
+    tensor). notify: called with (name of an event, a line about it, facts). Raises converter.errors.ToolError; nothing
+    has a final name then.
     """
     import time
 
     from converter.calibration import head_importance
     from converter.checkpoint import require_folder
     from converter.device import open_device
-    from converter.execute import run_threads, total_bytes
+    from converter.executors import open_executor
     from converter.model import read_model
     from converter.plan import Options, Packaging, make_plan
     from converter.report import ConversionReport
-    from converter.writer import write_plan
+    from converter.run import run_plan
 
     require_folder(Path(model))
     options = Options(
@@ -58,23 +63,20 @@ def convert(
         Path(imatrix) if imatrix else None, head_importance(Path(model), mtp_imatrix),
     )  # fmt: skip
     place = open_device(device)
+    crew = open_executor(executor, workers or place.workers)
     started = time.monotonic()
     source = read_model(Path(model), with_head=options.packaging is not Packaging.NONE)
     try:
         plan = make_plan(source, Path(out), options)
         if dry_run:
             return ConversionReport(plan, dry_run=True, notes=plan.notes)
-        size = total_bytes(plan)
-
-        def report(done: int, tensor: str) -> None:
-            if progress is not None:
-                progress(done, size, tensor)
-
-        seen = write_plan(
-            plan, force=force, run=lambda sinks: run_threads(plan, source.checkpoint, sinks, workers, place, report)
-        )
-        return ConversionReport(
-            plan, dry_run=False, seconds=time.monotonic() - started, source_bytes=size, notes=plan.notes + seen
-        )
+        result = run_plan(
+            plan, source.checkpoint, device=place, executor=crew, force=force, resume=resume, progress=progress,
+            notify=notify,
+        )  # fmt: skip
     finally:
         source.close()
+    return ConversionReport(
+        plan, dry_run=False, seconds=time.monotonic() - started, source_bytes=result.source_bytes,
+        resumed_bytes=result.resumed_bytes, notes=plan.notes + result.notes,
+    )  # fmt: skip

@@ -89,10 +89,10 @@ class ShardFiles(Protocol):
 
 
 class LocalFiles:
-    """Shards in a folder."""
+    """Shards in a folder, wherever the reading process stands."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()
         self._descriptors: dict[Path, int] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -142,7 +142,7 @@ class LocalFiles:
         # Two threads may open a file at once; setdefault keeps one, and the other is closed again.
         known = self._descriptors.get(file)
         if known is None:
-            opened = os.open(file, os.O_RDONLY)
+            opened = os.open(self.folder / file.name, os.O_RDONLY)
             known = self._descriptors.setdefault(file, opened)
             if known != opened:
                 os.close(opened)

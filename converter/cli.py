@@ -50,14 +50,23 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
     )
-    parser.add_argument("--workers", metavar="N", type=_positive, help="threads (default: all cores)")
+    parser.add_argument("--workers", metavar="N", type=_positive, help="how many work at a time (default: all cores)")
+    parser.add_argument(
+        "--executor", choices=("threads", "processes", "ray"), default="threads",
+        help="who does the work; ray: a cluster on a shared file system, named by RAY_ADDRESS; the bytes are the same",
+    )  # fmt: skip
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "auto"), default="cpu",
         help="where to quantize: compiled kernels on the CPU, or a CUDA GPU through torch; the bytes are the same",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="decide and print everything, write nothing")
     parser.add_argument("--force", action="store_true", help="replace existing outputs")
+    parser.add_argument(
+        "--resume", action=argparse.BooleanOptionalAction, default=True,
+        help="go on where an earlier run of the same conversion was cut off (default), or start over",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--log-json", action="store_true", help="progress and events on stderr as lines of JSON")
     return parser
 
 
@@ -76,13 +85,13 @@ def convert_main(argv: Sequence[str] | None = None) -> int:
 def _convert(args: argparse.Namespace) -> ConversionReport:
     from converter import convert
 
-    progress = Progress(quiet=args.quiet)
+    progress = Progress(quiet=args.quiet, as_json=args.log_json)
     try:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
             tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix,
-            mtp_imatrix=args.mtp_imatrix, workers=args.workers, device=args.device, dry_run=args.dry_run, force=args.force,
-            progress=progress,
+            mtp_imatrix=args.mtp_imatrix, workers=args.workers, executor=args.executor, device=args.device,
+            dry_run=args.dry_run, force=args.force, resume=args.resume, progress=progress, notify=progress.event,
         )  # fmt: skip
     finally:
         progress.close()

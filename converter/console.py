@@ -7,13 +7,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from converter.errors import ToolError
 
 INTERRUPTED = 130
 _LINE_EVERY_S = 10.0
+_JSON_EVERY_S = 1.0
 
 
 EXIT_CODES = """\
@@ -55,7 +56,10 @@ def run_command(
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; nothing was left under a final name", file=sys.stderr)
+        print(
+            f"{parser.prog}: interrupted; nothing was left under a final name, the same command goes on",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     except MemoryError:
         print(f"{parser.prog}: out of memory\n  hint: fewer --workers take less", file=sys.stderr)
@@ -79,37 +83,58 @@ def amount(size: float) -> str:
 class Progress:
     """What is done, rate and ETA on stderr: a bar on a terminal, a line every ten seconds on a pipe.
 
-    unit: "B" for bytes, else what is counted.
+    unit: "B" for bytes, else what is counted. as_json: lines of JSON instead, one per second and event.
     """
 
-    def __init__(self, *, quiet: bool, unit: str = "B") -> None:
-        self.quiet, self.unit = quiet, unit
+    def __init__(self, *, quiet: bool, unit: str = "B", as_json: bool = False) -> None:
+        self.quiet, self.unit, self.as_json = quiet, unit, as_json
         self._bar = None
         self._started = self._last = time.monotonic()
+        self._first: int | None = None
 
     def __call__(self, done: int, total: int, tensor: str) -> None:
-        if self.quiet:
+        if self._first is None:  # what an earlier run had done does not count for the rate
+            self._first = done
+        now = time.monotonic()
+        rate = (done - self._first) / max(now - self._started, 1e-9)
+        left = (total - done) / rate if rate else None
+        if self.as_json:
+            if now - self._last >= _JSON_EVERY_S or done == total:
+                self._last = now
+                seconds = None if left is None else round(left, 1)
+                self._line({"event": "progress", "done": done, "total": total, "rate": round(rate), "seconds_left": seconds,
+                            "tensor": tensor})  # fmt: skip
+        elif self.quiet:
             return
-        if sys.stderr.isatty():
+        elif sys.stderr.isatty():
             self._update_bar(done, total, tensor)
-        elif time.monotonic() - self._last >= _LINE_EVERY_S:
-            self._last = time.monotonic()
-            rate = done / (self._last - self._started)
+        elif now - self._last >= _LINE_EVERY_S:
+            self._last = now
             show = amount if self.unit == "B" else lambda n: f"{n:,.1f} {self.unit}".replace(".0 ", " ")
-            left = f"{(total - done) / rate:.0f}" if rate else "?"
+            ends = "?" if left is None else f"{left:.0f}"
             print(
-                f"{show(done)} of {show(total)}, {show(rate)}/s, {left} s left, {tensor}",
+                f"{show(done)} of {show(total)}, {show(rate)}/s, {ends} s left, {tensor}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
+
+    def event(self, name: str, message: str, facts: Mapping[str, object]) -> None:
+        """Something worth a line: also where progress is not wanted."""
+        if self.as_json:
+            self._line({"event": name, "message": message, **facts})
+        else:
+            print(message, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
+    def _line(self, value: dict[str, object]) -> None:
+        print(json.dumps(value), file=sys.stderr, flush=True)
+
     def _update_bar(self, done: int, total: int, tensor: str) -> None:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=total, unit=self.unit, unit_scale=self.unit == "B", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=done, unit=self.unit, unit_scale=self.unit == "B", dynamic_ncols=True)
         self._bar.set_postfix_str(tensor, refresh=False)
         self._bar.update(done - self._bar.n)

@@ -16,7 +16,7 @@ DEVICES = ("cpu", "cuda", "auto")
 
 
 class Device(Protocol):
-    """What the executor asks of a device. All calls come from several threads at once."""
+    """What the executor asks of a device. All calls come from several threads at once; it pickles."""
 
     chunk_values: int  # read, quantized and written in one go
     strip_values: int  # of a chunk, quantized at a time
@@ -38,7 +38,7 @@ class Device(Protocol):
 class Cpu:
     """The compiled kernels; strips stay in a core's cache while several types are made of them."""
 
-    chunk_values = 8 * 2**20  # 16 MB of BF16
+    chunk_values = 2 * 2**20  # 4 MB of BF16: with all its results some 20 MB, times many cores
     strip_values = 2**18  # 1 MB of float32
     workers = os.cpu_count() or 1
 
@@ -58,7 +58,7 @@ class Torch:
     On CUDA each thread has a stream and copies from pinned memory: one chunk travels while another is quantized.
     """
 
-    workers = 3  # one reads, one computes, one writes; each holds chunks of some 100 MB
+    workers = 3  # one reads, one computes, one writes; each holds a chunk of some 150 MB
 
     def __init__(self, name: str) -> None:
         import torch
@@ -67,8 +67,11 @@ class Torch:
 
         self.device = torch.device(name)
         self.cuda = self.device.type == "cuda"
-        self.chunk_values = self.strip_values = min(piece_values(self.device), 2**26)
+        self.chunk_values = self.strip_values = min(piece_values(self.device), 2**24)
         self._threads = threading.local()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Torch, (str(self.device),)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         if not self.cuda:

@@ -7,9 +7,9 @@ in any order and the bytes are the same.
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,9 +22,10 @@ from converter.imatrix import ImportanceMatrix
 from converter.plan import Plan, PlannedTensor
 from converter.rules import Rule
 from converter.transforms import Transform, apply_values, matrix_shape, source_column, source_rows
-from converter.writer import ChunkSink
+from converter.writer import Sink
 from quant import QuantizationError
 
+RAW = "U8"  # of sources that are finished blocks
 _DTYPES = {"BF16": np.dtype(np.uint16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 
 
@@ -44,109 +45,129 @@ class Job:
     def row_length(self) -> int:
         return matrix_shape(self.rule.target_shape)[1]
 
+    @property
+    def source_row_bytes(self) -> int:
+        """Bytes that are read for a row."""
+        source = self.sources[0]
+        return (source.shape[-1] if self.copies else self.row_length) * source.itemsize
+
+    @property
+    def copies(self) -> bool:
+        """Whether the sources hold finished blocks, which go to the files as they are."""
+        return self.sources[0].dtype == RAW
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows first ... stop - 1 of a job's result."""
+    """Rows first ... stop - 1 of a job's result, for those of its targets that do not have them yet.
 
-    job: Job
+    job: index into the work's jobs. targets: indices into the job's.
+    """
+
+    job: int
     first: int
     stop: int
+    targets: tuple[int, ...]
 
     @property
-    def source_bytes(self) -> int:
-        return (self.stop - self.first) * self.job.row_length * self.job.sources[0].itemsize
+    def key(self) -> ChunkKey:
+        return self.job, self.first, self.stop
+
+
+ChunkKey = tuple[int, int, int]  # job, first, stop
 
 
 @dataclass
 class Done:
-    """What a chunk tells when it is written. experts: those of which it saw a value other than zero."""
+    """What a chunk tells when it is written.
+
+    checksums: of the bytes written, by target. experts: those of which it saw a value other than zero.
+    """
 
     chunk: Chunk
+    checksums: dict[int, int]
+    source_bytes: int
     experts: set[int] = field(default_factory=set)
 
 
-def jobs(plan: Plan) -> list[Job]:
+@dataclass
+class Work:
+    """All that is needed to do any chunk of a plan, anywhere: it pickles."""
+
+    jobs: list[Job]
+    checkpoint: Checkpoint
+    sinks: Sequence[Sink]
+    device: Device
+    importance: ImportanceMatrix | None = None
+    sync: bool = False  # whether a chunk counts as done only when other machines see its bytes
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The work cut into pieces of whole rows."""
+        for number, job in enumerate(self.jobs):
+            step = max(1, self.device.chunk_values // job.row_length)
+            targets = tuple(range(len(job.targets)))
+            for first in range(0, job.rows, step):
+                yield Chunk(number, first, min(first + step, job.rows), targets)
+
+    def source_bytes(self, chunk: Chunk) -> int:
+        return (chunk.stop - chunk.first) * self.jobs[chunk.job].source_row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Source bytes that a whole run reads."""
+        return sum(job.rows * job.source_row_bytes for job in self.jobs)
+
+    def place(self, chunk: Chunk, target: int) -> tuple[int, int, int]:
+        """Where a chunk's bytes for one target stand: (index of the file, offset in its data section, bytes)."""
+        job = self.jobs[chunk.job]
+        file, tensor = job.targets[target]
+        row_bytes = tensor.type.row_bytes(job.row_length)
+        return file, tensor.entry.offset + chunk.first * row_bytes, (chunk.stop - chunk.first) * row_bytes
+
+    def close(self) -> None:
+        self.checkpoint.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def run(self, chunk: Chunk) -> Done:
+        """One chunk from source to all files that need it."""
+        job = self.jobs[chunk.job]
+        rows = np.arange(chunk.first, chunk.stop)
+        targets = [job.targets[t][1] for t in chunk.targets]
+        if job.copies:
+            raw = np.empty((len(rows), job.source_row_bytes), np.uint8)
+            self.checkpoint.read(job.sources[0], chunk.first * job.source_row_bytes, raw)
+            outputs = [raw] * len(targets)
+        else:
+            raw = _read(job, rows, self.checkpoint, self.device)
+            outputs = [np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for t in targets]
+            self._quantize(job, rows, raw, targets, outputs)
+        checksums: dict[int, int] = {}
+        for target, out in zip(chunk.targets, outputs, strict=True):
+            file, offset, _ = self.place(chunk, target)
+            data = out.data.cast("B")
+            self.sinks[file].write(offset, data, sync=self.sync)
+            checksums[target] = zlib.crc32(data)
+        return Done(chunk, checksums, self.source_bytes(chunk), set() if job.copies else _live_experts(job, rows, raw))
+
+    def _quantize(
+        self, job: Job, rows: np.ndarray, raw: np.ndarray, targets: list[PlannedTensor], outputs: list[np.ndarray]
+    ) -> None:
+        weights = [_weights(tensor, self.importance) for tensor in targets]
+        strip = max(1, self.device.strip_values // job.row_length)
+        for begin in range(0, len(rows), strip):
+            part = slice(begin, begin + strip)
+            jobs = list(zip(targets, weights, (out[part] for out in outputs), strict=True))
+            _quantize_strip(job, rows[part], raw[part], jobs, self.device)
+
+
+def make_jobs(plan: Plan) -> list[Job]:
     """Every source tensor once, with all places it goes to, in the order of the files."""
     targets: dict[str, list[tuple[int, PlannedTensor]]] = defaultdict(list)
     for i, file in enumerate(plan.files):
         for tensor in file.tensors:
             targets[tensor.entry.name].append((i, tensor))
     return [Job(t[0][1].rule, t[0][1].sources, tuple(t)) for t in targets.values()]
-
-
-def chunks(plan: Plan, values: int) -> Iterator[Chunk]:
-    """The work of a plan, cut into pieces of about so many values."""
-    for job in jobs(plan):
-        step = max(1, values // job.row_length)
-        for first in range(0, job.rows, step):
-            yield Chunk(job, first, min(first + step, job.rows))
-
-
-def total_bytes(plan: Plan) -> int:
-    """Source bytes that a run reads."""
-    return sum(Chunk(job, 0, job.rows).source_bytes for job in jobs(plan))
-
-
-def run_threads(
-    plan: Plan,
-    checkpoint: Checkpoint,
-    sinks: Sequence[ChunkSink],
-    workers: int | None = None,
-    device: Device | None = None,
-    progress: Callable[[int, str], None] = lambda _done, _tensor: None,
-) -> list[str]:
-    """Execute a plan on threads: kernels, reads and writes release the GIL. Returns notes on what was seen.
-
-    At most two chunks per worker are in memory. The first error stops the run and is raised.
-    progress: called with (source bytes read so far, tensor).
-    """
-    device = device or Cpu()
-    workers = workers or device.workers
-    seen: dict[str, set[int]] = defaultdict(set)
-    pending: set[Future[Done]] = set()
-    work = chunks(plan, device.chunk_values)
-    read = 0
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            while True:
-                while len(pending) < 2 * workers and (chunk := next(work, None)):
-                    pending.add(pool.submit(run_chunk, chunk, checkpoint, sinks, device, plan.importance))
-                if not pending:
-                    break
-                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    done = future.result()
-                    seen[done.chunk.job.rule.target] |= done.experts
-                    read += done.chunk.source_bytes
-                    progress(read, done.chunk.job.rule.target)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    return _dead_experts(plan, seen)
-
-
-def run_chunk(
-    chunk: Chunk,
-    checkpoint: Checkpoint,
-    sinks: Sequence[ChunkSink],
-    device: Device,
-    importance: ImportanceMatrix | None = None,
-) -> Done:
-    """One chunk from source to all files."""
-    job = chunk.job
-    rows = np.arange(chunk.first, chunk.stop)
-    raw = _read(job, rows, checkpoint, device)
-    weights = [_weights(tensor, importance) for _, tensor in job.targets]
-    outputs = [np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for _, t in job.targets]
-    strip = max(1, device.strip_values // job.row_length)
-    for begin in range(0, len(rows), strip):
-        piece = raw[begin : begin + strip]
-        parts = [out[begin : begin + strip] for out in outputs]
-        _quantize_strip(job, rows[begin : begin + strip], piece, weights, parts, device)
-    for (file, tensor), out in zip(job.targets, outputs, strict=True):
-        sinks[file].write(tensor.entry.offset + chunk.first * out.shape[1], out.data.cast("B"))
-    return Done(chunk, _live_experts(job, rows, raw))
 
 
 def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint, device: Device) -> np.ndarray:
@@ -194,16 +215,15 @@ def _quantize_strip(
     job: Job,
     rows: np.ndarray,
     raw: np.ndarray,
-    weights: Sequence[np.ndarray | None],
-    outputs: Sequence[np.ndarray],
+    targets: Sequence[tuple[PlannedTensor, np.ndarray | None, np.ndarray]],
     device: Device,
 ) -> None:
-    """Quantize one strip for every target; `rows` are the result rows it holds."""
+    """Quantize one strip for every (tensor, weights, output); `rows` are the result rows it holds."""
     steps = job.rule.transforms
     first = 0
     try:
         x = device.place(raw if not changes_values(steps) else apply_values(_as_float32(raw), steps))
-        for (_, tensor), weight, out in zip(job.targets, weights, outputs, strict=True):
+        for tensor, weight, out in targets:
             for begin, stop, of_part in _parts(job, rows, weight):
                 first = begin
                 device.quantize(x[begin:stop], tensor.type.name, of_part, out[begin:stop])
@@ -253,11 +273,12 @@ def _live_experts(job: Job, rows: np.ndarray, raw: np.ndarray) -> set[int]:
     return live | {int(e) for e in set(experts.tolist()) - live if raw[experts == e].any()}
 
 
-def _dead_experts(plan: Plan, seen: Mapping[str, set[int]]) -> list[str]:
+def dead_experts(jobs: Sequence[Job], seen: Mapping[int, set[int]]) -> list[str]:
+    """Notes on experts without a weight other than zero; `seen` are the live ones by job, where all rows were read."""
     notes: list[str] = []
-    for job in jobs(plan):
-        shape = job.rule.target_shape
-        if len(shape) == 3 and len(seen[job.rule.target]) < shape[0]:
-            dead = sorted(set(range(shape[0])) - seen[job.rule.target])
-            notes.append(f"{job.rule.target}: all weights of expert {', '.join(map(str, dead))} are zero")
+    for number, live in sorted(seen.items()):
+        rule = jobs[number].rule
+        if len(rule.target_shape) == 3 and len(live) < rule.target_shape[0]:
+            dead = sorted(set(range(rule.target_shape[0])) - live)
+            notes.append(f"{rule.target}: all weights of expert {', '.join(map(str, dead))} are zero")
     return notes

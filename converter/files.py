@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,3 +40,12 @@ def read_json_object(file: Path, error: type[ToolError] = InputError) -> dict[st
     if not isinstance(value, dict):
         raise error("this file is not a JSON object", file, expected="{...}", found=type(value).__name__)
     return value
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a crash. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

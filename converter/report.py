@@ -15,12 +15,13 @@ SCHEMA = 1
 
 @dataclass
 class ConversionReport:
-    """What a run did. seconds and source_bytes are 0 for a dry run."""
+    """What a run did. seconds and source_bytes are 0 for a dry run, resumed_bytes is what an earlier run had done."""
 
     plan: Plan
     dry_run: bool
     seconds: float = 0.0
     source_bytes: int = 0
+    resumed_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -34,6 +35,7 @@ class ConversionReport:
             "files": [entry | _summary(file) for entry, file in zip(plan["files"], self.plan.files, strict=True)],
             "seconds": round(self.seconds, 3),
             "source_bytes": self.source_bytes,
+            "resumed_bytes": self.resumed_bytes,
             "rate_gbps": round(self.rate_gbps, 3),
         }
 
