@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 def _convert_parser() -> argparse.ArgumentParser:
     parser = parser_for("convert-mtp", "Convert a Hugging Face checkpoint with an MTP head to GGUF.")
     parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="folder with config.json, tokenizer and *.safetensors"
+        "model",
+        metavar="MODEL",
+        type=Path,
+        help="folder with config.json, tokenizer and *.safetensors; or a GGUF file to pack anew, as --mtp and --split say",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="file to write, may hold {type}; or an existing folder")
     parser.add_argument(
@@ -46,6 +49,12 @@ def _convert_parser() -> argparse.ArgumentParser:
         "--mtp-imatrix", metavar="auto|FILE",
         help="importance of the head's tensors where --imatrix has none: from FILE, or auto to record it now, in torch",
     )  # fmt: skip
+    parser.add_argument(
+        "--split-max-size", metavar="SIZE", type=_size, help="cut files into parts of at most so many bytes: 4G, 500M"
+    )
+    parser.add_argument(
+        "--split-max-tensors", metavar="N", type=_positive, help="cut files into parts of at most so many tensors"
+    )
     parser.add_argument("--name", help="model name in the metadata (default: from model card or folder)")
     parser.add_argument(
         "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
@@ -77,6 +86,16 @@ def _positive(value: str) -> int:
     return number
 
 
+def _size(value: str) -> int:
+    from converter.errors import UsageError
+    from converter.splits import parse_size
+
+    try:
+        return parse_size(value)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(f"{error.found}: expected {error.expected}") from error
+
+
 def convert_main(argv: Sequence[str] | None = None) -> int:
     """Entry point of convert-mtp."""
     return run_command(_convert_parser(), _convert, argv)
@@ -90,7 +109,8 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
             tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix,
-            mtp_imatrix=args.mtp_imatrix, workers=args.workers, executor=args.executor, device=args.device,
+            mtp_imatrix=args.mtp_imatrix, split_max_size=args.split_max_size,
+            split_max_tensors=args.split_max_tensors, workers=args.workers, executor=args.executor, device=args.device,
             dry_run=args.dry_run, force=args.force, resume=args.resume, progress=progress, notify=progress.event,
         )  # fmt: skip
     finally:

@@ -278,7 +278,7 @@ def dead_experts(jobs: Sequence[Job], seen: Mapping[int, set[int]]) -> list[str]
     notes: list[str] = []
     for number, live in sorted(seen.items()):
         rule = jobs[number].rule
-        if len(rule.target_shape) == 3 and len(live) < rule.target_shape[0]:
+        if len(rule.target_shape) == 3 and not jobs[number].copies and len(live) < rule.target_shape[0]:
             dead = sorted(set(range(rule.target_shape[0])) - live)
             notes.append(f"{rule.target}: all weights of expert {', '.join(map(str, dead))} are zero")
     return notes

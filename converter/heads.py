@@ -9,7 +9,7 @@ from typing import Any
 
 from converter import archs
 from converter.errors import InputError, ToolError
-from converter.gguf_file import GGUFHeader, read_gguf
+from converter.gguf_model import GGUFModel, is_gguf, open_gguf
 from converter.model import read_model
 from converter.rules import Role
 
@@ -93,11 +93,11 @@ class HeadReport:
 
 def inspect(path: Path) -> HeadReport:
     """Report on a GGUF file or a model folder. Raises ToolError for what is neither."""
-    if path.is_dir():
-        return _inspect_folder(path)
     if not path.exists():
         raise InputError("there is no such file or folder", path)
-    return _inspect_gguf(read_gguf(path))
+    if path.is_dir() and not is_gguf(path):
+        return _inspect_folder(path)
+    return _inspect_gguf(open_gguf(path))
 
 
 def _inspect_folder(folder: Path) -> HeadReport:
@@ -121,7 +121,7 @@ def _inspect_folder(folder: Path) -> HeadReport:
     )  # fmt: skip
 
 
-def _inspect_gguf(header: GGUFHeader) -> HeadReport:
+def _inspect_gguf(header: GGUFModel) -> HeadReport:
     name = header.get("general.architecture")
     if not isinstance(name, str):
         raise InputError(
@@ -143,14 +143,14 @@ def _inspect_gguf(header: GGUFHeader) -> HeadReport:
     )  # fmt: skip
 
 
-def _count(header: GGUFHeader, key: str) -> int:
+def _count(header: GGUFModel, key: str) -> int:
     value = header.get(key, 0)
     if type(value) is not int:
         raise InputError("a metadata key has the wrong type", header.file, expected=f"{key}: u32", found=repr(value))
     return value
 
 
-def _problems(header: GGUFHeader, trunk_layers: int, layers: int, in_head: set[str], nextn: set[str]) -> list[str]:
+def _problems(header: GGUFModel, trunk_layers: int, layers: int, in_head: set[str], nextn: set[str]) -> list[str]:
     """What keeps engines from loading or from drafting, judged from the header."""
     problems: list[str] = []
     if nextn and not layers:

@@ -81,6 +81,15 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which part of a split file this is: number from 0, how many there are, the name of the whole."""
+
+    number: int
+    count: int
+    whole: Path
+
+
+@dataclass(frozen=True)
 class PlannedFile:
     """One output file: name, metadata, tensors with their offsets. kind: bundled, trunk or sidecar."""
 
@@ -90,6 +99,12 @@ class PlannedFile:
     head_mix: str | None
     keys: list[KeyValue]
     tensors: list[PlannedTensor]
+    part: Part | None = None
+
+    @property
+    def whole(self) -> Path:
+        """The name without the part's number."""
+        return self.part.whole if self.part else self.path
 
     @cached_property
     def header(self) -> bytes:
@@ -137,6 +152,7 @@ class Plan:
 def _file_json(file: PlannedFile) -> dict[str, Any]:
     return {
         "path": str(file.path),
+        "part": [file.part.number, file.part.count] if file.part else None,
         "kind": file.kind,
         "type": file.mix,
         "mtp_type": file.head_mix,
@@ -182,7 +198,7 @@ def make_plan(model: Model, out: Path, options: Options) -> Plan:
             elif same.kind != "sidecar" or file.kind != "sidecar":  # trunks of several types share one sidecar
                 raise UsageError("trunk and sidecar would have the same name", file.path)
     overrides.refuse_unmatched()
-    notes = [*model.notes, *tokenizer.notes, *_name_notes(files), *importance.notes(files)]
+    notes = [*model.notes, *tokenizer.notes, *name_notes(files), *importance.notes(files)]
     return Plan(
         files, notes, model.architecture.name, model.table.trunk_layers,
         model.head_layers if has_head else 0, model.architecture.head_input, importance.matrix,
@@ -209,7 +225,7 @@ class _Draft:
         else:
             yield self.file(path, "bundled", trunk, head, (Role.SHARED, Role.TRUNK, Role.MTP))
         if head is not None and packaging is Packaging.SIDECAR:
-            yield self.sidecar(_sidecar_path(target, trunk, head), head)
+            yield self.sidecar(sidecar_path(target, trunk.name, head.name), head)
 
     def sidecar(self, path: Path, head: Mix) -> PlannedFile:
         return self.file(path, "sidecar", head, head, (Role.SHARED, Role.MTP))
@@ -406,20 +422,20 @@ def _head_mix(options: Options, trunk: Mix) -> Mix:
         raise UsageError("--mtp-type", found=str(error), hint="or match, for the trunk's type") from error
 
 
-def _sidecar_path(target: Path, trunk: Mix, head: Mix) -> Path:
-    """mtp-NAME-HEADTYPE.gguf beside the trunk's file."""
+def sidecar_path(target: Path, trunk: str, head: str) -> Path:
+    """mtp-NAME-HEADTYPE.gguf beside the trunk's file; trunk and head are names of mixes."""
     name = target.name
     if "{type}" in name:
-        name = name.replace("{type}", head.name)
-    elif re.search(re.escape(trunk.name), name, re.IGNORECASE):
-        name = re.sub(re.escape(trunk.name), head.name, name, flags=re.IGNORECASE)
+        name = name.replace("{type}", head)
+    elif re.search(re.escape(trunk), name, re.IGNORECASE):
+        name = re.sub(re.escape(trunk), head, name, flags=re.IGNORECASE)
     else:
         stem = name.removesuffix(".gguf")
-        name = f"{stem}-{head.name}.gguf"
+        name = f"{stem}-{head}.gguf"
     return target.with_name(_SIDECAR_PREFIX + name.removeprefix(_SIDECAR_PREFIX))
 
 
-def _name_notes(files: list[PlannedFile]) -> list[str]:
+def name_notes(files: list[PlannedFile]) -> list[str]:
     """What the engine's discovery would make of the names."""
     notes = [
         f"{f.path.name}: engines take a name with '{_SIDECAR_PREFIX}' for a sidecar; write MTP in capitals"

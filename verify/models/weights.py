@@ -10,7 +10,7 @@ import numpy as np
 
 from converter.errors import GGUFError
 from converter.execute import read_tensor
-from converter.gguf_file import GGUFHeader, read_gguf
+from converter.gguf_model import GGUFModel, is_gguf, open_gguf
 from converter.model import Model, read_model
 from quant import UnknownTypeError, dequantize
 
@@ -34,13 +34,13 @@ class Weights(Protocol):
 
 
 class FileWeights:
-    """What a GGUF file holds, dequantized tensor by tensor."""
+    """What a GGUF file, or a split one, holds, dequantized tensor by tensor."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.header: GGUFHeader = read_gguf(file)
-        self._entries = {t.name: t for t in self.header.tensors}
-        self._architecture = self.header.get("general.architecture", "")
+        self.model: GGUFModel = open_gguf(file)
+        self._entries = {t.name: t for t in self.model.tensors}
+        self._architecture = self.model.get("general.architecture", "")
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
@@ -48,14 +48,14 @@ class FileWeights:
     def key(self, name: str, default: Any = None) -> Any:
         if name == "general.architecture":
             return self._architecture
-        return self.header.get(f"{self._architecture}.{name}", default)
+        return self.model.get(f"{self._architecture}.{name}", default)
 
     def tensor(self, name: str) -> np.ndarray:
         entry = self._entries.get(name)
         if entry is None:
             raise GGUFError("a tensor is missing", self.file, name)
-        at = self.header.data_start + entry.offset
-        raw = np.fromfile(self.file, np.uint8, entry.nbytes, offset=at)
+        file, begin = self.model.place(name)
+        raw = np.fromfile(file, np.uint8, entry.nbytes, offset=begin)
         try:
             return dequantize(raw, entry.type.name).reshape(tuple(reversed(entry.ne)))
         except UnknownTypeError as error:
@@ -86,5 +86,5 @@ class FolderWeights:
 
 
 def open_weights(path: Path) -> Weights:
-    """A .gguf file or a model folder."""
-    return FolderWeights(path) if path.is_dir() else FileWeights(path)
+    """A GGUF model or a model folder."""
+    return FolderWeights(path) if path.is_dir() and not is_gguf(path) else FileWeights(path)
