@@ -53,16 +53,14 @@ def run_command(
         if args.json:
             facts = {key: str(value) for key, value in error.facts()}
             print(json.dumps({"error": error.what, "exit_code": error.exit_code, **facts}))
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        _complain(args, parser.prog, str(error), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        print(
-            f"{parser.prog}: interrupted; nothing was left under a final name, the same command goes on",
-            file=sys.stderr,
-        )
+        words = "interrupted; nothing was left under a final name, the same command goes on"
+        _complain(args, parser.prog, words, INTERRUPTED)
         return INTERRUPTED
     except MemoryError:
-        print(f"{parser.prog}: out of memory\n  hint: fewer --workers take less", file=sys.stderr)
+        _complain(args, parser.prog, "out of memory\n  hint: fewer --workers take less", 5)
         return 5
     try:
         print(json.dumps(report.as_json(), indent=2) if args.json else report.as_text())
@@ -70,6 +68,13 @@ def run_command(
     except BrokenPipeError:  # the reader has seen enough; keep the interpreter from flushing again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _complain(args: argparse.Namespace, program: str, message: str, code: int) -> None:
+    if getattr(args, "log_json", False):
+        print(json.dumps({"event": "error", "message": message, "exit_code": code}), file=sys.stderr)
+    else:
+        print(f"{program}: {message}", file=sys.stderr)
 
 
 def amount(size: float) -> str:

@@ -88,11 +88,15 @@ def _bounded(
             if not pending:
                 return
             finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in finished:
+            for future in sorted(finished, key=_failed):  # what is done counts, even where the next one failed
                 yield future.result()
     except BaseException:
         pool.shutdown(wait=True, cancel_futures=True)
         raise
+
+
+def _failed(future: Future[Done]) -> bool:
+    return future.exception() is not None
 
 
 _work: Work  # of this worker process

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,33 +222,54 @@ def test_progress_reaches_the_total(tmp_path: Path) -> None:
     assert seen[-1][:2] == (report.source_bytes, report.source_bytes)
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """VmHWM of a child for a checkpoint and one with an embedding of eight times the size."""
-    import torch
+MEASURED = """
+import json, sys
+sys.path.insert(0, {root!r})
+from converter import convert
+def counted():
+    return {{k: int(v) for k, v in (line.split(": ") for line in open("/proc/self/io"))}}
+convert({example!r}, {out!r} + "/{{type}}-warm.gguf", types={types!r})
+before = counted()
+report = convert({model!r}, {out!r} + "/{{type}}.gguf", types={types!r})
+after = counted()
+peak = next(l for l in open("/proc/self/status") if "VmHWM" in l).split()[1]
+written = sum(f.size for f in report.plan.files)
+print(json.dumps([int(peak) / 1024, after["rchar"] - before["rchar"] - report.source_bytes,
+                  after["wchar"] - before["wchar"] - written, report.source_bytes]))
+"""
 
-    def grow(rows: int):
+
+def test_memory_does_not_grow_with_the_model_and_bytes_move_once(tmp_path: Path) -> None:
+    """A child's VmHWM and the kernel's own counters, with default workers, for a model and one of four times the size."""
+
+    def widen(factor: int):
         def change(tensors: Tensors) -> None:
-            for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
-                tensors[name] = tensors[name].repeat(rows // 2048, 1).to(torch.bfloat16)
+            for name, tensor in tensors.items():
+                if ".mlp." in name:
+                    across = (1, factor) if "down_proj" in name else (factor, 1)
+                    tensors[name] = tensor.repeat(*across)
 
         return change
 
-    peaks = []
-    for rows in (2048 * 16, 2048 * 128):
+    found = []
+    for factor in (32, 128):
         folder = variant(
-            EXAMPLE,
-            tmp_path / str(rows),
-            tensors=grow(rows),
-            config=lambda c, r=rows: c["text_config"].update(vocab_size=r),
-        )
-        script = (
-            f"import sys; sys.path.insert(0, {str(EXAMPLE.parents[1])!r})\nfrom converter import convert, execute\n"
-            "execute.Cpu.chunk_values = 2**20\n"
-            f"convert({str(folder)!r}, {str(tmp_path / f'{rows}.gguf')!r}, types=['Q8_0'], workers=2)\n"
-            "print(next(l for l in open('/proc/self/status') if 'VmHWM' in l).split()[1])"
-        )
+            EXAMPLE, tmp_path / str(factor), tensors=widen(factor),
+            config=lambda c, f=factor: c["text_config"].update(intermediate_size=768 * f),
+        )  # fmt: skip
+        (tmp_path / "out").mkdir()
+        script = MEASURED.format(
+            root=str(EXAMPLE.parents[1]), example=str(EXAMPLE), model=str(folder), out=str(tmp_path / "out"),
+            types=["Q4_K_M", "Q8_0", "F16"],
+        )  # fmt: skip
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout) / 1024)
-    # 8 times the model, 230 MB more of weights; the vocabulary of 262,144 strings is what may grow.
-    assert peaks[1] - peaks[0] < 120, peaks
-    assert peaks[1] < 700, peaks
+        found.append(json.loads(done.stdout))
+        shutil.rmtree(tmp_path / "out")
+        shutil.rmtree(folder)
+    (small, _, _, small_bytes), (large, _, _, large_bytes) = found
+    assert large_bytes > 700e6 > 3.5 * small_bytes
+    assert large < 1500, found
+    assert large - small < 64, found
+    for _, read_besides, written_besides, _ in found:  # config, tokenizer, headers; journal
+        assert 0 <= read_besides < 3e6, found
+        assert 0 <= written_besides < 1e6, found
