@@ -74,7 +74,8 @@ def _workers() -> set[int]:
     return found
 
 
-def test_a_ray_worker_that_is_killed_half_way(conversions, tmp_path: Path, cluster, monkeypatch) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_a_ray_worker_that_is_killed_half_way(conversions, tmp_path: Path, monkeypatch) -> None:
     """Its chunks are done by others."""
     killed: list[int] = []
     stop = threading.Event()
@@ -118,7 +119,8 @@ def test_what_is_wrong_with_a_weight_is_said_by_any_worker(tmp_path: Path, reque
     assert [f.name for f in tmp_path.iterdir()] == ["m"]
 
 
-def test_begun_by_threads_ended_by_ray(conversions, tmp_path: Path, cluster, monkeypatch) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_begun_by_threads_ended_by_ray(conversions, tmp_path: Path, monkeypatch) -> None:
     """The journal does not care who goes on."""
     original, done = Work.run, 0
 
