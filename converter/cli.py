@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +21,8 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        type=Path,
-        help="folder with config.json, tokenizer and *.safetensors; or a GGUF file to pack anew, as --mtp and --split say",
+        help="folder with config.json, tokenizer and *.safetensors; a Hub id such as Qwen/Qwen3.6-27B; or a GGUF file to "
+        "pack anew, as --mtp and --split say",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="file to write, may hold {type}; or an existing folder")
     parser.add_argument(
@@ -54,6 +56,10 @@ def _convert_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--split-max-tensors", metavar="N", type=_positive, help="cut files into parts of at most so many tensors"
+    )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on the Hub")
+    parser.add_argument(
+        "--stream", action="store_true", help="read a model on the Hub by ranges instead of downloading it first"
     )
     parser.add_argument("--name", help="model name in the metadata (default: from model card or folder)")
     parser.add_argument(
@@ -105,11 +111,13 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
     from converter import convert
 
     progress = Progress(quiet=args.quiet, as_json=args.log_json)
+    if args.quiet or args.log_json or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of downloads, which huggingface_hub shows
     try:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
-            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, imatrix=args.imatrix,
-            mtp_imatrix=args.mtp_imatrix, split_max_size=args.split_max_size,
+            tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, revision=args.revision,
+            stream=args.stream, imatrix=args.imatrix, mtp_imatrix=args.mtp_imatrix, split_max_size=args.split_max_size,
             split_max_tensors=args.split_max_tensors, workers=args.workers, executor=args.executor, device=args.device,
             dry_run=args.dry_run, force=args.force, resume=args.resume, progress=progress, notify=progress.event,
         )  # fmt: skip
@@ -120,11 +128,12 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
 def inspect_main(argv: Sequence[str] | None = None) -> int:
     """Entry point of inspect-mtp."""
     parser = parser_for("inspect-mtp", "Say which MTP head a GGUF file or a model folder has, and how it can be run.")
-    parser.add_argument("file", metavar="FILE_OR_MODEL", type=Path, help="a .gguf file or a model folder")
+    parser.add_argument("file", metavar="FILE_OR_MODEL", help="a .gguf file, a model folder or a Hub id")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on the Hub")
     return run_command(parser, _inspect, argv)
 
 
 def _inspect(args: argparse.Namespace) -> HeadReport:
     from converter.heads import inspect
 
-    return inspect(args.file)
+    return inspect(args.file, args.revision)

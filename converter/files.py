@@ -42,6 +42,15 @@ def read_json_object(file: Path, error: type[ToolError] = InputError) -> dict[st
     return value
 
 
+def model_name(folder: Path) -> str:
+    """What a model folder is called: its own name, or the repository's for a snapshot in the Hub cache."""
+    real = folder.resolve()
+    repository = real.parent.parent.name
+    if real.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.split("--", 2)[-1]
+    return real.name
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a crash. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from converter import archs
+from converter.checkpoint import ShardFiles
 from converter.errors import InputError, ToolError
 from converter.gguf_model import GGUFModel, is_gguf, open_gguf
+from converter.hub import is_hub_id, locate
 from converter.model import read_model
 from converter.rules import Role
 
@@ -91,23 +93,28 @@ class HeadReport:
         return "\n".join(lines)
 
 
-def inspect(path: Path) -> HeadReport:
-    """Report on a GGUF file or a model folder. Raises ToolError for what is neither."""
+def inspect(model: str | Path, revision: str | None = None) -> HeadReport:
+    """Report on a GGUF file, a model folder, or a string that is a Hub id, of which headers alone are fetched.
+
+    Raises ToolError for what is none of them.
+    """
+    located = locate(model, revision=revision, stream=is_hub_id(model))
+    path = located.path
     if not path.exists():
         raise InputError("there is no such file or folder", path)
     if path.is_dir() and not is_gguf(path):
-        return _inspect_folder(path)
+        return _inspect_folder(path, located.files)
     return _inspect_gguf(open_gguf(path))
 
 
-def _inspect_folder(folder: Path) -> HeadReport:
+def _inspect_folder(folder: Path, files: ShardFiles | None) -> HeadReport:
     problems: list[str] = []
     try:
-        model = read_model(folder)
+        model = read_model(folder, files=files)
     except ToolError as error:
         # The trunk alone may be sound: then the head is what is wrong, and worth telling apart.
         try:
-            model = read_model(folder, with_head=False)
+            model = read_model(folder, with_head=False, files=files)
         except ToolError:
             raise error from None
         problems.append(str(error))

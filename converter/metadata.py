@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from converter.errors import InputError
+from converter.files import model_name
 from converter.gguf_file import KeyValue, ValueType, array, text, u32
 
 _QUANTIZATION_VERSION = 2
@@ -14,12 +15,16 @@ _QUANTIZATION_VERSION = 2
 def card_keys(folder: Path, name: str | None) -> tuple[list[KeyValue], bool]:
     """Keys from model card, config, generation config and folder name; and whether a size label is among them."""
     import logging
+    import tempfile
 
     from gguf import GGUFWriter, Metadata
 
     logging.getLogger("gguf").setLevel(logging.ERROR)
     try:
-        metadata = Metadata.load(None, folder.resolve(), name)
+        with tempfile.TemporaryDirectory() as place:
+            link = Path(place, model_name(folder))  # the library goes by the folder's name
+            link.symlink_to(folder.resolve())
+            metadata = Metadata.load(None, link, name)
     except Exception as error:  # a card's front matter or a JSON file that the library cannot take
         raise InputError(
             "model card or generation_config.json cannot be read", folder, found=f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from converter import archs
-from converter.checkpoint import Checkpoint, TensorInfo, open_checkpoint, require_folder, some
+from converter.checkpoint import Checkpoint, ShardFiles, TensorInfo, open_checkpoint, require_folder, some
 from converter.config import Config
 from converter.errors import CheckpointError, ToolError, UnsupportedError
 from converter.rules import Architecture, Role, Rule, Table
@@ -47,15 +47,16 @@ class Model:
         self.checkpoint.close()
 
 
-def read_model(folder: Path, *, with_head: bool = True) -> Model:
+def read_model(folder: Path, *, with_head: bool = True, files: ShardFiles | None = None) -> Model:
     """Open a model folder and match its tensors to its architecture's table.
 
+    files: where the shards are, None for the folder itself.
     with_head=False leaves MTP tensors out of account, whatever state they are in. Raises ToolError.
     """
     require_folder(folder)
     config = Config.load(folder)
     architecture = archs.find(config)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, files)
     notes = list(checkpoint.notes)
     named = _canonical(checkpoint.tensors.values(), architecture)
     strays = {n: t for n, t in _canonical(checkpoint.strays.values(), architecture).items() if n not in named}

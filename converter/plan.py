@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from converter.checkpoint import TensorInfo
 from converter.errors import CheckpointError, InputError, UnsupportedError, UsageError
+from converter.files import model_name
 from converter.gguf_file import MAX_NAME, KeyValue, TensorEntry, entries_in_order, header_bytes, pad, text, u32
 from converter.imatrix import ImportanceMatrix, read_imatrix
 from converter.metadata import card_keys, file_keys, size_label
@@ -380,7 +381,7 @@ class _Overrides:
 def _target(out: Path, model: Model) -> Path:
     """OUT as a file name, which may still hold {type}."""
     if out.is_dir():
-        return out / f"{model.folder.resolve().name}-{{type}}.gguf"
+        return out / f"{model_name(model.folder)}-{{type}}.gguf"
     return out
 
 

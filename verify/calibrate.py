@@ -53,11 +53,13 @@ def calibrate(
 ) -> Calibration:
     """Run trunk and head over a text and write the mean squared inputs of their matrices.
 
-    model: folder of the source checkpoint. text: a file, None for the bundled one. chunks: how many at most, each of
+    model: folder of the source checkpoint, or a string that is a Hub id. text: a file, None for the bundled one. chunks: how many at most, each of
     chunk_size tokens and run from an empty state. device: "cpu", "cuda" or "auto". progress: called with (chunks done,
     chunks in all, the text's name). Raises ToolError.
     """
-    weights, tokens, name = _prepared(Path(model), Path(text) if text else None)
+    from converter.hub import locate
+
+    weights, tokens, name = _prepared(locate(model).path, Path(text) if text else None)
     if len(tokens) < 2:
         raise InputError("the text is too short to calibrate with", Path(text) if text else None)
     chunk_size = min(chunk_size, len(tokens))
@@ -162,7 +164,7 @@ class _Recorder:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of calibrate-mtp."""
     parser = parser_for("calibrate-mtp", "Record an importance matrix of trunk and MTP head over a text, in torch.")
-    parser.add_argument("model", metavar="MODEL", type=Path, help="model folder")
+    parser.add_argument("model", metavar="MODEL", help="model folder or Hub id")
     parser.add_argument("text", metavar="TEXT", type=Path, nargs="?", help="text file (default: a bundled one)")
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, required=True, help="imatrix.gguf to write")
     parser.add_argument("--chunks", metavar="N", type=int, help="chunks at most (default: the whole text)")
