@@ -181,9 +181,14 @@ def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint, device: Device) ->
 
 def read_tensor(rule: Rule, sources: tuple[TensorInfo, ...], checkpoint: Checkpoint) -> np.ndarray:
     """What a rule makes of its sources: the whole tensor, float32, in torch order."""
-    job = Job(rule, sources, ())
-    raw = _read(job, np.arange(job.rows), checkpoint, Cpu())
-    return apply_values(_as_float32(raw), rule.transforms).reshape(rule.target_shape)
+    rows = matrix_shape(rule.target_shape)[0]
+    return read_rows(rule, sources, checkpoint, 0, rows).reshape(rule.target_shape)
+
+
+def read_rows(rule: Rule, sources: tuple[TensorInfo, ...], checkpoint: Checkpoint, first: int, stop: int) -> np.ndarray:
+    """Rows first ... stop - 1 of what a rule makes of its sources, seen as a matrix: float32 [rows, row length]."""
+    raw = _read(Job(rule, sources, ()), np.arange(first, stop), checkpoint, Cpu())
+    return apply_values(_as_float32(raw), rule.transforms)
 
 
 def _runs(job: Job, rows: np.ndarray) -> Iterator[tuple[TensorInfo, int, int, int]]:

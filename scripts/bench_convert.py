@@ -3,10 +3,11 @@
     python scripts/bench_convert.py [--gb 0.5,1,2] [--types Q4_K_M,Q5_K_M,Q6_K,Q8_0,F16] [--runs 2] [-o DIR]
 
 Makes synthetic checkpoints in the layout of Qwen3.5 and converts each to all types. Tools take turns; the best run
-counts. Measured from outside: wall and CPU time, peak memory of one process, bytes that system calls moved (a tool that
-maps its source moves none), and those as a multiple of the least possible: every source byte read once, every output
-byte written once. libgguf's tool takes one type at a time and reads the source for each; llama.cpp's chain, where its
-tools are on PATH, writes a BF16 file first and reads that for each.
+counts. Measured from outside: wall and CPU time, peak memory of one process with what it maps, bytes that system calls
+moved (a tool that maps its source moves none), and those as a multiple of the least possible: every source byte read
+once, every output byte written once. libgguf quantizes rows and no more: here the least program around it, which reads
+each tensor once and appends its blocks, of one type per file, without a header. llama.cpp's chain, where its tools are
+on PATH, writes a BF16 file first and reads that for each type.
 """
 
 from __future__ import annotations
@@ -268,9 +269,10 @@ def main() -> int:
             for workers in counts if gb == max(args.gb) else [cores]:
                 candidates = tools(source, out, types, workers)
                 chosen = [t for t in candidates if not args.tools or t in args.tools.split(",")]
+                size = round(sum(f.stat().st_size for f in source.glob("*.safetensors")) / 1e9, 2)
                 for _ in range(args.runs):
                     for tool in chosen:
-                        runs.append(measure(tool, gb, workers, candidates[tool], source, out))
+                        runs.append(measure(tool, size, workers, candidates[tool], source, out))
                         print(f"{gb:g} GB, {workers} workers, {tool}: {runs[-1].wall_s:.1f} s", file=sys.stderr)
             shutil.rmtree(source)
     chosen_runs = best(runs)

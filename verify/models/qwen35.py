@@ -7,7 +7,8 @@ gathered per row. So what a row computes depends on no other row but through the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional
 
 from converter.errors import GGUFError, UnsupportedError
 from verify.models.weights import Weights
+
+ATTENTION = "attention"
 
 # Called for every matrix that multiplies: GGUF name, its input [rows, columns], and the expert where there are several.
 Observer = Callable[[str, Tensor, int | None], None]
@@ -123,16 +126,24 @@ class Qwen35:
     ) -> None:
         self.sizes = Sizes.of(weights)
         self.device, self.dtype, self.observer = torch.device(device), dtype, observer
-        self._tensors = {name: self._placed(name, weights) for name in weights.names()}
+        # Shapes of matrices that give a row other bits in other places, and ATTENTION: evaluated row by row.
+        self.single_rows: set[object] = set()
+        self.tensors = {name: self._placed(name, weights) for name in weights.names()}
 
     def _placed(self, name: str, weights: Weights) -> Tensor:
         tensor = torch.from_numpy(weights.tensor(name)).to(self.device)
         # Vectors and the convolution take part in float32 arithmetic; matrices have the model's precision.
         return tensor if tensor.ndim == 1 or name.endswith("ssm_conv1d.weight") else tensor.to(self.dtype)
 
+    def with_tensors(self, changed: Mapping[str, Tensor]) -> Qwen35:
+        """The same model with some tensors exchanged; the others are shared."""
+        other = copy(self)
+        other.tensors = {**self.tensors, **changed}
+        return other
+
     @property
     def has_head(self) -> bool:
-        return self._glue("eh_proj") in self._tensors
+        return self._glue("eh_proj") in self.tensors
 
     def trunk_state(self, length: int) -> TrunkState:
         """An empty state with room for so many positions."""
@@ -189,8 +200,8 @@ class Qwen35:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] in float32."""
-        name = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
-        return functional.linear(hidden, self._tensors[name]).float()
+        name = "output.weight" if "output.weight" in self.tensors else "token_embd.weight"
+        return self._product(hidden, self.tensors[name]).float()
 
     # --- head
 
@@ -206,7 +217,7 @@ class Qwen35:
         """
         i = self.sizes.layers
         own = self._glue("embed_tokens")
-        embedded = self._embedding(own if own in self._tensors else "token_embd.weight", tokens)
+        embedded = self._embedding(own if own in self.tensors else "token_embd.weight", tokens)
         both = [self._norm(embedded, self._glue("enorm")), self._norm(hidden, self._glue("hnorm"))]
         x = self._linear(self._glue("eh_proj"), torch.cat(both, dim=-1))
         positions = torch.arange(state.length, state.length + len(tokens), device=self.device)
@@ -214,26 +225,69 @@ class Qwen35:
         x = x + self._ffn(i, self._norm(x, f"blk.{i}.post_attention_norm.weight"))
         state.length += len(tokens)
         final = self._glue("shared_head_norm")
-        return self._norm(x, final if final in self._tensors else "output_norm.weight")
+        return self._norm(x, final if final in self.tensors else "output_norm.weight")
 
     @torch.inference_mode()
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of the head's states."""
         own = self._glue("shared_head_head")
-        return functional.linear(hidden, self._tensors[own]).float() if own in self._tensors else self.logits(hidden)
+        return self._product(hidden, self.tensors[own]).float() if own in self.tensors else self.logits(hidden)
 
     # --- parts
 
     def _embedding(self, name: str, tokens: Tensor) -> Tensor:
-        return self._tensors[name][tokens]
+        return self.tensors[name][tokens]
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(name, x, None)
-        return functional.linear(x.to(self.dtype), self._tensors[name])
+        return self._product(x.to(self.dtype), self.tensors[name])
+
+    def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return self._by_rows(tuple(matrix.shape), lambda rows: functional.linear(rows, matrix), x)
+
+    def _by_rows(self, kind: object, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """A function of rows, called once, or row by row where its kind needs it."""
+        if kind not in self.single_rows or rows[0].ndim < 2:
+            return function(*rows)
+        return torch.cat([function(*(part[k : k + 1] for part in rows)) for k in range(len(rows[0]))])
+
+    def unstable(self, width: int, context: int, rounds: int = 4) -> set[object]:
+        """What gives a row other bits when it stands elsewhere among `width` rows or beside others, on this machine.
+
+        Shapes of matrices [out, in], and ATTENTION over `context` positions.
+        """
+        source = torch.Generator().manual_seed(width)
+        s, found = self.sizes, set[object]()
+
+        def moves(function: Callable[[Tensor], Tensor], *shape: int) -> bool:
+            for _ in range(rounds):
+                row, results = self._random(source, *shape), []
+                for place in range(width):
+                    among = self._random(source, width, *shape)
+                    among[place] = row
+                    results.append(function(among)[place])
+                if any(not torch.equal(results[0], other) for other in results[1:]):
+                    return True
+            return False
+
+        for shape, matrix in {tuple(t.shape): t for n, t in self.tensors.items() if self._multiplies(n)}.items():
+            if moves(lambda x, matrix=matrix: functional.linear(x, matrix), shape[1]):
+                found.add(shape)
+        keys, values = (self._random(source, s.heads, context, s.head_dim) for _ in range(2))
+        last = torch.full((width,), context - 1, device=self.device)
+        if moves(lambda x: self._attend(x, last, keys, values), s.heads, s.head_dim):
+            found.add(ATTENTION)
+        return found
+
+    def _multiplies(self, name: str) -> bool:
+        return self.tensors[name].ndim == 2 and "embd" not in name and "conv1d" not in name
+
+    def _random(self, source: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(self.device, self.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return _rms_norm(x, self.sizes.eps, self._tensors[name])
+        return _rms_norm(x, self.sizes.eps, self.tensors[name])
 
     def _attention(self, i: int, x: Tensor, positions: Tensor, cache: KeyValues) -> Tensor:
         """Gated attention of one layer, with entries written at `positions` [rows]."""
@@ -246,11 +300,15 @@ class Qwen35:
         cache.keys[positions], cache.values[positions] = key, value
         group = s.heads // s.kv_heads
         keys, values = (c.repeat_interleave(group, dim=1).transpose(0, 1) for c in (cache.keys, cache.values))
-        scores = (query.transpose(0, 1) @ keys.transpose(1, 2)).float() * s.head_dim**-0.5  # [heads, rows, length]
-        beyond = torch.arange(len(cache.keys), device=self.device)[None, :] > positions[:, None]
-        weights = scores.masked_fill(beyond, float("-inf")).softmax(dim=-1).to(self.dtype)
-        mixed = (weights @ values).transpose(0, 1) * torch.sigmoid(gate)
-        return self._linear(f"blk.{i}.attn_output.weight", mixed.reshape(rows, -1))
+        mixed = self._by_rows(ATTENTION, lambda q, at: self._attend(q, at, keys, values), query, positions)
+        return self._linear(f"blk.{i}.attn_output.weight", (mixed * torch.sigmoid(gate)).reshape(rows, -1))
+
+    def _attend(self, query: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[rows, heads, head dim] of queries at `positions` over keys and values [heads, length, head dim]."""
+        scores = (query.transpose(0, 1) @ keys.transpose(1, 2)).float() * self.sizes.head_dim**-0.5
+        beyond = torch.arange(keys.shape[1], device=self.device)[None, :] > positions[:, None]
+        weights = scores.masked_fill(beyond, float("-inf")).softmax(dim=-1).to(self.dtype)  # [heads, rows, length]
+        return (weights @ values).transpose(0, 1)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary positions on the first rope_dim elements of every head, halves paired."""
@@ -268,12 +326,12 @@ class Qwen35:
         gate = self._linear(f"blk.{i}.attn_gate.weight", x).view(rows, s.v_heads, s.state)
         beta = torch.sigmoid(self._linear(f"blk.{i}.ssm_beta.weight", x).float())
         step = functional.softplus(
-            self._linear(f"blk.{i}.ssm_alpha.weight", x).float() + self._tensors[f"blk.{i}.ssm_dt.bias"]
+            self._linear(f"blk.{i}.ssm_alpha.weight", x).float() + self.tensors[f"blk.{i}.ssm_dt.bias"]
         )
-        decay = torch.exp(self._tensors[f"blk.{i}.ssm_a"].flatten() * step)  # [rows, value heads]
+        decay = torch.exp(self.tensors[f"blk.{i}.ssm_a"].flatten() * step)  # [rows, value heads]
         window = torch.cat([state.conv, mixed.T], dim=1)  # [channels, kernel - 1 + rows]
         seen = window.unfold(1, s.kernel, 1)  # [channels, rows, kernel]
-        convolved = functional.silu((seen * self._tensors[f"blk.{i}.ssm_conv1d.weight"][:, None, :]).sum(-1)).T
+        convolved = functional.silu((seen * self.tensors[f"blk.{i}.ssm_conv1d.weight"][:, None, :]).sum(-1)).T
         size = s.k_heads * s.state
         query, key = (
             _unit(part.reshape(rows, s.k_heads, s.state)).repeat(1, s.v_heads // s.k_heads, 1)  # heads are tiled
@@ -291,12 +349,12 @@ class Qwen35:
             outputs.append((memory * query[t, :, :, None]).sum(1))
             if keep_rows or t == rows - 1:
                 state.rows.append((window[:, t + 1 : t + s.kernel], memory))
-        normed = _rms_norm(torch.stack(outputs), s.eps, self._tensors[f"blk.{i}.ssm_norm.weight"])
+        normed = _rms_norm(torch.stack(outputs), s.eps, self.tensors[f"blk.{i}.ssm_norm.weight"])
         gated = normed * functional.silu(gate.float())
         return self._linear(f"blk.{i}.ssm_out.weight", gated.reshape(rows, -1))
 
     def _ffn(self, i: int, x: Tensor) -> Tensor:
-        if f"blk.{i}.ffn_gate_inp.weight" not in self._tensors:
+        if f"blk.{i}.ffn_gate_inp.weight" not in self.tensors:
             return self._swiglu(f"blk.{i}.ffn_{{}}.weight", x)
         routed = torch.stack([self._routed(i, row) for row in x])
         shared = self._swiglu(f"blk.{i}.ffn_{{}}_shexp.weight", x)
@@ -311,7 +369,7 @@ class Qwen35:
         shares = self._linear(f"blk.{i}.ffn_gate_inp.weight", row[None])[0].float().softmax(dim=-1)
         best, experts = shares.topk(self.sizes.experts_used)
         shares = (best / best.sum()).to(self.dtype)
-        gate, up, down = (self._tensors[f"blk.{i}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        gate, up, down = (self.tensors[f"blk.{i}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
         total = torch.zeros_like(row)
         for share, e in zip(shares, experts.tolist(), strict=True):
             inner = functional.silu(gate[e] @ row) * (up[e] @ row)
