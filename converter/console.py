@@ -45,7 +45,7 @@ class Report(Protocol):
 def run_command(
     parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], Report], argv: Sequence[str] | None
 ) -> int:
-    """Parse, run, print. Returns the exit code: 0, an error's own (2 to 5), or 130 after Ctrl-C."""
+    """Parse, run, print. Returns the exit code: the report's own or 0, an error's (2 to 5), or 130 after Ctrl-C."""
     args = parser.parse_args(argv)
     try:
         report = body(args)
@@ -67,7 +67,7 @@ def run_command(
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough; keep the interpreter from flushing again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return getattr(report, "exit_code", 0)
 
 
 def _complain(args: argparse.Namespace, program: str, message: str, code: int) -> None:

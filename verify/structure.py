@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from converter import archs
 from converter.checkpoint import some
 from converter.errors import ToolError, UnsupportedError
-from converter.gguf_file import KeyValue
+from converter.gguf_file import KeyValue, ValueType
 from converter.gguf_model import GGUFModel
 from converter.heads import inspect
 from converter.model import Model
@@ -79,10 +81,16 @@ def _keys(found: Mapping[str, KeyValue], wanted: list[KeyValue]) -> Iterable[Fin
         other = found.get(key.key)
         if other is None:
             yield Finding("a metadata key is missing", key.key, _shown(key.value))
-        elif other.value != key.value:
+        elif not _equal(key, other):
             yield _difference(key, other)
         elif (other.type, other.is_array) != (key.type, key.is_array):
             yield Finding("a metadata key has another type", key.key, key.type.name, other.type.name)
+
+
+def _equal(wanted: KeyValue, found: KeyValue) -> bool:
+    if wanted.type is ValueType.FLOAT32 and not wanted.is_array and isinstance(found.value, float):
+        return np.float32(wanted.value) == np.float32(found.value)
+    return bool(wanted.value == found.value)
 
 
 def _difference(wanted: KeyValue, found: KeyValue) -> Finding:

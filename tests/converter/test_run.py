@@ -96,12 +96,13 @@ from converter.cli import convert_main
 execute.Cpu.chunk_values = 30_000
 run = execute.Work.run
 def slow(self, chunk):
-    time.sleep(0.01)
+    time.sleep(0.02)
     with open({log!r}, "a") as log:
         log.write(f"{{list(chunk.key)}}\\n")
     return run(self, chunk)
 execute.Work.run = slow
-sys.exit(convert_main(sys.argv[1:]))
+if __name__ == "__main__":  # worker processes import this file too, and are slow as well
+    sys.exit(convert_main(sys.argv[1:]))
 """
 
 
@@ -110,7 +111,9 @@ def test_killed_at_random_moments_again_and_again(conversions, tmp_path: Path, e
     """SIGKILL until a run comes through; chunks in the journal are not done again."""
     folder, log = tmp_path / "out", tmp_path / "log"
     chance = random.Random(11)
-    command = [sys.executable, "-c", CHILD.format(root=str(ROOT), log=str(log)), str(EXAMPLE)]
+    script = tmp_path / "child.py"
+    script.write_text(CHILD.format(root=str(ROOT), log=str(log)))
+    command = [sys.executable, str(script), str(EXAMPLE)]
     command += [str(folder / "{type}.gguf"), "--type", ",".join(MIXES), "--executor", executor, "--workers", "2"]
     journal = folder / "Q4_K_M.gguf.journal"
     kills = 0
@@ -323,7 +326,7 @@ def test_a_foreign_file_under_the_final_name_is_kept(tmp_path: Path, stopped) ->
 
 def test_two_runs_exclude_each_other(conversions, tmp_path: Path) -> None:
     """The second one is exit 5 while the first one lives; the lock dies with its owner, also by SIGKILL."""
-    command = [sys.executable, "-c", CHILD.format(root=str(ROOT), log=str(tmp_path / "log")).replace("0.01", "0.2")]
+    command = [sys.executable, "-c", CHILD.format(root=str(ROOT), log=str(tmp_path / "log")).replace("0.02", "0.2")]
     command += [str(EXAMPLE), str(tmp_path / "{type}.gguf"), "--type", ",".join(MIXES)]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:

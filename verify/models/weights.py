@@ -85,6 +85,25 @@ class FolderWeights:
         return read_tensor(rule, self.model.sources[name], self.model.checkpoint)
 
 
+class PairedWeights:
+    """A trunk's file and the head's sidecar as one model."""
+
+    def __init__(self, trunk: Weights, sidecar: Weights) -> None:
+        self.file, self.trunk, self.sidecar = trunk.file, trunk, sidecar
+        block = f"blk.{trunk.key('block_count')}."
+        self._head = {n for n in sidecar.names() if n.startswith(block)}
+
+    def names(self) -> Collection[str]:
+        return [*self.trunk.names(), *sorted(self._head)]
+
+    def key(self, name: str, default: Any = None) -> Any:
+        own = name in {"block_count", "nextn_predict_layers"}
+        return (self.sidecar if own else self.trunk).key(name, default)
+
+    def tensor(self, name: str) -> np.ndarray:
+        return (self.sidecar if name in self._head else self.trunk).tensor(name)
+
+
 def open_weights(path: Path) -> Weights:
     """A GGUF model or a model folder."""
     return FolderWeights(path) if path.is_dir() and not is_gguf(path) else FileWeights(path)

@@ -1,0 +1,257 @@
+"""All levels of one file: opens what each needs, runs them in order, and says what could not be seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converter.errors import CheckpointError, EnvironmentFailure, GGUFError, InputError, UsageError
+from converter.gguf_model import GGUFModel, is_gguf, open_gguf
+from converter.hub import locate
+from converter.model import Model, read_model
+from verify.results import LEVELS, Finding, LevelResult, VerificationReport
+
+if TYPE_CHECKING:
+    from verify.models.qwen35 import Qwen35
+
+MODES = ("exact", "native", "both")
+_UNSEEN_WITHOUT_SOURCE = (
+    "without --source: weights that are wrong but well formed, a head that is worse than its original, metadata that "
+    "differs from the source's"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to verify and how. levels: empty for all that the inputs allow."""
+
+    source: str | Path | None = None
+    sidecar: Path | None = None
+    levels: Sequence[str] = ()
+    device: str = "auto"
+    mode: str = "exact"
+    drafts: Sequence[int] = (1, 2, 3)
+    temperatures: Sequence[float] = (0.0,)
+    prompts: Path | None = None
+    text: Path | None = None
+    tokens: int = 64
+    text_tokens: int = 2048
+    engine: str | None = None
+    seed: int = 0
+
+    def refuse_nonsense(self) -> None:
+        unknown = sorted(set(self.levels) - set(LEVELS))
+        if unknown:
+            raise UsageError("there is no such level", expected=", ".join(LEVELS), found=", ".join(unknown))
+        if self.mode not in MODES:
+            raise UsageError("there is no such mode", expected=", ".join(MODES), found=self.mode)
+        if not self.drafts or min(self.drafts) < 1 or max(self.drafts) > 16:
+            raise UsageError("a number of drafts is out of range", expected="1 to 16", found=list(self.drafts))
+        if self.tokens < 2 or min(self.temperatures, default=0) < 0:
+            raise UsageError("--tokens must be at least 2, temperatures at least 0")
+        if "engine" in self.levels and self.engine is None:
+            raise UsageError("the level engine needs --engine", expected="llama.cpp")
+
+
+Notify = Callable[[str], None]
+
+
+def verify(
+    file: str | Path, options: Options | None = None, notify: Notify = lambda _level: None
+) -> VerificationReport:
+    """Verify a GGUF file (any part, or the folder, of a split one) or a model folder.
+
+    Raises ToolError where the inputs cannot be used at all; what is wrong with a file that can be is in the report.
+    notify: called with the name of each level that begins.
+    """
+    options = options or Options()
+    options.refuse_nonsense()
+    return _Check(Path(locate(file).path), options, notify).report()
+
+
+@dataclass
+class _Check:
+    file: Path
+    options: Options
+    notify: Notify
+    findings: list[Finding] = field(default_factory=list)
+
+    def report(self) -> VerificationReport:
+        source = Path(locate(self.options.source).path) if self.options.source is not None else None
+        if not self.file.exists():
+            raise InputError("there is no such file or folder", self.file)
+        self.source_folder = source
+        report = VerificationReport(self.file, source)
+        levels = self.options.levels or [
+            level for level in LEVELS if level != "engine" or self.options.engine is not None
+        ]
+        if self.gguf_error is not None:
+            report.levels.append(self.gguf_error)
+            return report
+        for level in LEVELS:
+            if level in levels:
+                self.notify(level)
+                started = time.monotonic()
+                result = self._level(level)
+                result.seconds = time.monotonic() - started
+                report.levels.append(result)
+        if source is None and self.gguf is not None:
+            report.unseen.append(_UNSEEN_WITHOUT_SOURCE)
+        return report
+
+    def _level(self, level: str) -> LevelResult:
+        try:
+            return getattr(self, f"_{level}")()
+        except (GGUFError, CheckpointError) as error:
+            # The inputs were opened before: what fails here is a defect of the file under test.
+            return LevelResult(level, "the file cannot be used", [Finding(str(error))])
+
+    @cached_property
+    def gguf_error(self) -> LevelResult | None:
+        from verify.structure import unreadable
+
+        try:
+            _ = self.gguf
+        except GGUFError as error:
+            return unreadable(error)
+        return None
+
+    @cached_property
+    def gguf(self) -> GGUFModel | None:
+        return open_gguf(self.file) if is_gguf(self.file) or self.file.is_file() else None
+
+    @cached_property
+    def source(self) -> Model | None:
+        if self.source_folder is None:
+            return None
+        return read_model(self.source_folder)
+
+    @cached_property
+    def engine(self) -> Qwen35:
+        from verify.models.weights import FileWeights, PairedWeights, open_weights
+
+        weights: Any = open_weights(self.file)
+        if self.options.sidecar is not None:
+            weights = PairedWeights(weights, FileWeights(self.options.sidecar))
+        return self._torch(weights)
+
+    @cached_property
+    def reference(self) -> Qwen35 | None:
+        from verify.models.weights import FolderWeights
+
+        return self._torch(FolderWeights(self.source_folder)) if self.source_folder is not None else None
+
+    def _torch(self, weights: Any) -> Qwen35:
+        try:
+            import torch
+
+            from verify.models.qwen35 import Qwen35
+        except ImportError as error:
+            raise EnvironmentFailure("torch is not installed", hint="pip install 'convert-mtp[verify]'") from error
+        device = self.options.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        elif device == "cuda" and not torch.cuda.is_available():
+            raise EnvironmentFailure("there is no CUDA device", hint="--device cpu")
+        return Qwen35(weights, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+
+    @cached_property
+    def encode(self) -> Any:
+        from verify.prompts import tokenizer_of_file, tokenizer_of_folder
+
+        if self.source_folder is not None:
+            return tokenizer_of_folder(self.source_folder)
+        return tokenizer_of_folder(self.file) if self.gguf is None else tokenizer_of_file(self.gguf)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        from verify.prompts import prompts
+
+        return prompts(self.encode, self.options.prompts)
+
+    def _skip(self, level: str, why: str) -> LevelResult:
+        return LevelResult(level, f"skipped: {why}", skipped=True)
+
+    @property
+    def _runs(self) -> str:
+        """Why this cannot be decoded by itself; empty where it can."""
+        if self.gguf is not None:
+            from converter.heads import inspect
+
+            if inspect(self.file).kind == "sidecar":
+                return "a sidecar has no trunk: give the trunk's file, and this one with --sidecar"
+        return ""
+
+    # --- levels
+
+    def _structure(self) -> LevelResult:
+        from verify.structure import check_structure
+
+        if self.gguf is None:
+            model = read_model(self.file)
+            model.close()
+            head = f"a head of {model.head_layers} layer(s)" if model.head_layers else "no head"
+            return LevelResult("structure", f"checkpoint, {model.table.trunk_layers} layers and {head}, complete")
+        return check_structure(self.gguf, self.source)
+
+    def _fidelity(self) -> LevelResult:
+        from verify.fidelity import check_fidelity
+
+        if self.gguf is None or self.source is None:
+            return self._skip("fidelity", "there is no source to compare with" if self.gguf else "this is the source")
+        return check_fidelity(self.gguf, self.source)
+
+    def _logits(self) -> LevelResult:
+        from verify.logits import check_logits
+        from verify.prompts import text_ids
+
+        if self.gguf is None or self.reference is None or self._runs:
+            return self._skip("logits", self._runs or "there is no source to compare with")
+        bits = _bits_per_weight(self.gguf)
+        return check_logits(
+            self.engine, self.reference, text_ids(self.encode, self.options.text, self.options.text_tokens), bits
+        )
+
+    def _identity(self) -> LevelResult:
+        from verify.identity import EXACT, NATIVE, Plan, check_identity
+
+        if self._runs:
+            return self._skip("identity", self._runs)
+        if not self.engine.has_head:
+            return self._skip("identity", "there is no head to draft with")
+        options = self.options
+        modes = (EXACT, NATIVE) if options.mode == "both" else (options.mode,)
+        plan = Plan(self.prompts, options.tokens, options.drafts, options.temperatures, modes, options.seed)
+        return check_identity(self.engine, plan)
+
+    def _acceptance(self) -> LevelResult:
+        from verify.acceptance import check_acceptance
+
+        if self._runs:
+            return self._skip("acceptance", self._runs)
+        return check_acceptance(
+            self.engine, self.reference, self.prompts, self.options.tokens, max(self.options.drafts)
+        )
+
+    def _engine(self) -> LevelResult:
+        from verify.engine import check_engine
+
+        if self.gguf is None:
+            return self._skip("engine", "llama.cpp runs GGUF files")
+        if self._runs:
+            return self._skip("engine", self._runs)
+        return check_engine(
+            self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts
+        )
+
+
+def _bits_per_weight(model: GGUFModel) -> float:
+    values = sum(t.nbytes // t.type.nbytes * t.type.block for t in model.tensors)
+    return 8 * sum(t.nbytes for t in model.tensors) / values
+
+
+__all__ = ["Options", "VerificationReport", "verify"]

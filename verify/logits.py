@@ -1,0 +1,65 @@
+"""Level logits: how far the file's next-token distributions are from the source's, over a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from verify.models.qwen35 import Qwen35
+from verify.results import Finding, LevelResult
+
+CHUNK = 256
+# Largest plausible mean divergence in nats, by bits per weight of the trunk: far above what the types cost by themselves.
+_LIMITS = ((15.0, 0.002), (8.0, 0.02), (6.0, 0.06), (5.0, 0.15), (4.0, 0.5), (3.0, 1.2), (0.0, 3.0))
+
+
+def check_logits(engine: Qwen35, reference: Qwen35, tokens: Sequence[int], bits: float) -> LevelResult:
+    """Both models over the same tokens, in chunks from an empty state. bits: per weight of the file's trunk."""
+    divergences: list[Tensor] = []
+    same = total = 0
+    loss = {"file": 0.0, "source": 0.0}
+    for ids in _chunks(tokens, engine.device):
+        mine, theirs = (m.logits(m.trunk(ids, m.trunk_state(len(ids)), keep_rows=False)) for m in (engine, reference))
+        if not torch.isfinite(mine).all():
+            return LevelResult("logits", "the file gives no finite logits", [Finding("logits are not finite")])
+        mine, theirs = mine.log_softmax(-1), theirs.to(mine.device).log_softmax(-1)
+        divergences.append((theirs.exp() * (theirs - mine)).sum(-1).cpu())
+        same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
+        total += len(ids)
+        for name, logs in (("file", mine), ("source", theirs)):
+            loss[name] -= float(logs[:-1].gather(1, ids[1:, None]).double().sum())
+    if not divergences:
+        return LevelResult("logits", "the text is too short", skipped=True)
+    all_of_them = torch.cat(divergences).double().clamp(min=0)
+    pairs = total - len(divergences)
+    perplexity = {name: math.exp(value / pairs) for name, value in loss.items()}
+    mean = all_of_them.mean().item()
+    data = {
+        "tokens": total, "kld_mean": mean, "kld_median": all_of_them.median().item(),
+        "kld_999": all_of_them.quantile(0.999).item(), "kld_max": all_of_them.max().item(), "top1": same / total,
+        "perplexity": perplexity["file"], "perplexity_source": perplexity["source"], "bits_per_weight": bits,
+    }  # fmt: skip
+    limit = next(most for least, most in _LIMITS if bits >= least)
+    findings = []
+    if not mean <= limit:
+        findings.append(
+            Finding(
+                "far from the source's distributions",
+                "mean KL divergence",
+                f"at most {limit:g} nats at {bits:.1f} bits per weight",
+                f"{mean:.3g}",
+            )
+        )
+    summary = (
+        f"KL divergence {mean:.2g} nats mean, {data['kld_999']:.2g} at 99.9 %; top-1 agreement {same / total:.2%}; "
+        f"perplexity {perplexity['file']:.3f}, source {perplexity['source']:.3f} ({total} tokens)"
+    )
+    return LevelResult("logits", summary, findings, data)
+
+
+def _chunks(tokens: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+    for at in range(0, len(tokens) - 1, CHUNK):
+        yield torch.tensor(tokens[at : at + CHUNK], device=device)
