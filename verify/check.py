@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converter.errors import CheckpointError, EnvironmentFailure, GGUFError, InputError, UsageError
+from converter.errors import EnvironmentFailure, GGUFError, InputError, UsageError
 from converter.gguf_model import GGUFModel, is_gguf, open_gguf
 from converter.hub import locate
 from converter.model import Model, read_model
@@ -78,13 +78,14 @@ class _Check:
     file: Path
     options: Options
     notify: Notify
-    findings: list[Finding] = field(default_factory=list)
 
     def report(self) -> VerificationReport:
         source = Path(locate(self.options.source).path) if self.options.source is not None else None
         if not self.file.exists():
             raise InputError("there is no such file or folder", self.file)
         self.source_folder = source
+        if source is not None:
+            _ = self.source  # one that cannot be read is not the file's fault
         report = VerificationReport(self.file, source)
         levels = self.options.levels or [
             level for level in LEVELS if level != "engine" or self.options.engine is not None
@@ -104,11 +105,16 @@ class _Check:
         return report
 
     def _level(self, level: str) -> LevelResult:
+        """One level; what keeps the file from being run at all is a finding."""
         try:
             return getattr(self, f"_{level}")()
-        except (GGUFError, CheckpointError) as error:
-            # The inputs were opened before: what fails here is a defect of the file under test.
-            return LevelResult(level, "the file cannot be used", [Finding(str(error))])
+        except GGUFError as error:
+            return LevelResult(level, "the file cannot be run", [Finding(str(error))])
+        except (RuntimeError, IndexError) as error:  # of torch: shapes that do not fit each other
+            if "out of memory" in str(error):
+                raise EnvironmentFailure("out of memory", self.file, hint="--device cpu, or fewer --tokens") from error
+            words = str(error).splitlines()[0]
+            return LevelResult(level, "the file cannot be run", [Finding(f"its tensors do not fit together: {words}")])
 
     @cached_property
     def gguf_error(self) -> LevelResult | None:
@@ -124,6 +130,12 @@ class _Check:
     def gguf(self) -> GGUFModel | None:
         return open_gguf(self.file) if is_gguf(self.file) or self.file.is_file() else None
 
+    @property
+    def files(self) -> list[GGUFModel]:
+        """The file, and its sidecar."""
+        sidecar = [open_gguf(self.options.sidecar)] if self.options.sidecar is not None else []
+        return [self.gguf, *sidecar] if self.gguf is not None else sidecar
+
     @cached_property
     def source(self) -> Model | None:
         if self.source_folder is None:
@@ -132,24 +144,17 @@ class _Check:
 
     @cached_property
     def engine(self) -> Qwen35:
-        from verify.models.weights import FileWeights, PairedWeights, open_weights
-
-        weights: Any = open_weights(self.file)
-        if self.options.sidecar is not None:
-            weights = PairedWeights(weights, FileWeights(self.options.sidecar))
-        return self._torch(weights)
+        return self._torch(self.file, self.options.sidecar)
 
     @cached_property
     def reference(self) -> Qwen35 | None:
-        from verify.models.weights import FolderWeights
+        return self._torch(self.source_folder, None) if self.source_folder is not None else None
 
-        return self._torch(FolderWeights(self.source_folder)) if self.source_folder is not None else None
-
-    def _torch(self, weights: Any) -> Qwen35:
+    def _torch(self, file: Path, sidecar: Path | None) -> Qwen35:
         try:
             import torch
 
-            from verify.models.qwen35 import Qwen35
+            from verify.models.qwen35 import open_model
         except ImportError as error:
             raise EnvironmentFailure("torch is not installed", hint="pip install 'convert-mtp[verify]'") from error
         device = self.options.device
@@ -157,7 +162,7 @@ class _Check:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         elif device == "cuda" and not torch.cuda.is_available():
             raise EnvironmentFailure("there is no CUDA device", hint="--device cpu")
-        return Qwen35(weights, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        return open_model(file, sidecar, device)
 
     @cached_property
     def encode(self) -> Any:
@@ -196,14 +201,14 @@ class _Check:
             model.close()
             head = f"a head of {model.head_layers} layer(s)" if model.head_layers else "no head"
             return LevelResult("structure", f"checkpoint, {model.table.trunk_layers} layers and {head}, complete")
-        return check_structure(self.gguf, self.source)
+        return _merged([check_structure(file, self.source) for file in self.files])
 
     def _fidelity(self) -> LevelResult:
         from verify.fidelity import check_fidelity
 
         if self.gguf is None or self.source is None:
             return self._skip("fidelity", "there is no source to compare with" if self.gguf else "this is the source")
-        return check_fidelity(self.gguf, self.source)
+        return _merged([check_fidelity(file, self.source) for file in self.files])
 
     def _logits(self) -> LevelResult:
         from verify.logits import check_logits
@@ -217,6 +222,7 @@ class _Check:
         )
 
     def _identity(self) -> LevelResult:
+        from verify.fresh import decode_afresh
         from verify.identity import EXACT, NATIVE, Plan, check_identity
 
         if self._runs:
@@ -226,7 +232,8 @@ class _Check:
         options = self.options
         modes = (EXACT, NATIVE) if options.mode == "both" else (options.mode,)
         plan = Plan(self.prompts, options.tokens, options.drafts, options.temperatures, modes, options.seed)
-        return check_identity(self.engine, plan)
+        fresh = partial(decode_afresh, self.file, options.sidecar, self.engine)
+        return check_identity(self.engine, plan, fresh=fresh)
 
     def _acceptance(self) -> LevelResult:
         from verify.acceptance import check_acceptance
@@ -247,6 +254,17 @@ class _Check:
         return check_engine(
             self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts
         )
+
+
+def _merged(results: Sequence[LevelResult]) -> LevelResult:
+    """One result of several files."""
+    first = results[0]
+    for other in results[1:]:
+        first.summary += f"; sidecar: {other.summary}"
+        first.findings += other.findings
+        if "tensors" in first.data:
+            first.data["tensors"] += other.data["tensors"]
+    return first
 
 
 def _bits_per_weight(model: GGUFModel) -> float:

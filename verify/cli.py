@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the noise at temperatures above 0")
     parser.add_argument("--engine", choices=("llama.cpp",), help="also decode in this engine")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where torch runs")
+    parser.add_argument("--report", metavar="DIR", type=Path, help="write report.html and report.json there")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 
@@ -81,7 +82,12 @@ def _verify(args: argparse.Namespace) -> VerificationReport:
         args.source, args.sidecar, args.level, args.device, args.mode, args.drafts, args.temperature, args.prompts,
         args.text, args.tokens, args.text_tokens, args.engine, args.seed,
     )  # fmt: skip
-    return verify(args.file, options, notify)
+    report = verify(args.file, options, notify)
+    if args.report is not None:
+        from verify.page import write_report
+
+        write_report(report, args.report)
+    return report
 
 
 if __name__ == "__main__":

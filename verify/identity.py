@@ -68,6 +68,7 @@ class Outcome:
     comparisons: list[Comparison] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     row_by_row: set[str] = field(default_factory=set)
+    margins: list[float] = field(default_factory=list)  # of the tokens of plain decoding, greedy
 
 
 MakeDrafter = Callable[[Qwen35, int], Drafter]
@@ -86,10 +87,11 @@ def check_identity(
     outcome = Outcome()
     for mode in plan.modes:
         for temperature in plan.temperatures:
-            if mode == EXACT:
-                _exact(engine, plan, temperature, make_drafter, fresh, outcome)
-            else:
-                _native(engine, plan, temperature, make_drafter, fresh, outcome)
+            run = _exact if mode == EXACT else _native
+            # A process of its own is asked once per mode: what differs there does so at any temperature.
+            run(
+                engine, plan, temperature, make_drafter, fresh if temperature == plan.temperatures[0] else None, outcome
+            )
     return _result(plan, outcome)
 
 
@@ -103,7 +105,9 @@ def _exact(
         outcome.row_by_row |= {str(kind) for kind in unstable}
         for number, prompt in enumerate(plan.prompts):
             plain = decode(engine, prompt, settings)
-            if number == 0 and not _controls(engine, prompt, settings, plain, make, fresh, outcome):
+            asked = fresh if n == plan.drafts[0] else None
+            _note_margins(plain, temperature, n == plan.drafts[0], outcome)
+            if number == 0 and not _controls(engine, prompt, settings, plain, make, asked, outcome):
                 return
             drafted = decode(engine, prompt, settings, make(engine, plan.context), n)
             outcome.comparisons.append(_compare(EXACT, n, settings, number, prompt, plain, drafted))
@@ -119,6 +123,7 @@ def _native(
     found: list[Comparison] = []
     for number, prompt in enumerate(plan.prompts):
         plain = decode(engine, prompt, settings)
+        _note_margins(plain, temperature, EXACT not in plan.modes, outcome)
         if number == 0 and not _controls(engine, prompt, settings, plain, make, fresh, outcome):
             return
         for n in plan.drafts:
@@ -131,6 +136,12 @@ def _native(
 
 def _settings(plan: Plan, temperature: float, width: int) -> Settings:
     return Settings(plan.tokens, width, temperature, plan.seed, plan.stop, plan.context)
+
+
+def _note_margins(plain: Stream, temperature: float, first: bool, outcome: Outcome) -> None:
+    if first and temperature == 0:
+        best = [row.topk(2).values for row in plain.rows]
+        outcome.margins += [round(float(b[0] - b[1]), 4) for b in best]
 
 
 def _controls(
@@ -269,6 +280,7 @@ def _result(plan: Plan, outcome: Outcome) -> LevelResult:
         summary = "the controls failed: nothing was compared"
     data = {
         "largest_difference": largest, "identical": identical, "runs": [c.as_json() for c in done],
-        "evaluated_row_by_row": sorted(outcome.row_by_row), "tokens": plan.tokens, "prompts": len(plan.prompts),
+        "evaluated_row_by_row": sorted(outcome.row_by_row), "margins": outcome.margins,
+        "tokens": plan.tokens, "prompts": len(plan.prompts),
     }  # fmt: skip
     return LevelResult("identity", summary, outcome.findings, data)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from converter.errors import GGUFError, UnsupportedError
-from verify.models.weights import Weights
+from verify.models.weights import PairedWeights, Weights, open_weights
 
 ATTENTION = "attention"
 
@@ -113,6 +114,25 @@ class HeadState:
     attention: KeyValues
 
 
+def open_model(file: Path, sidecar: Path | None, device: str) -> Qwen35:
+    """The model of a file or folder on a device, "cpu" in float32 or a CUDA device in bfloat16."""
+    weights: Weights = open_weights(file)
+    if sidecar is not None:
+        weights = PairedWeights(weights, open_weights(sidecar))
+    return Qwen35(weights, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+class _Tensors(dict[str, Tensor]):
+    """Tensors by name; one that is missing is the file's fault."""
+
+    def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.file = file
+
+    def __missing__(self, name: str) -> Tensor:
+        raise GGUFError("a tensor is missing", self.file, name)
+
+
 class Qwen35:
     """The model with its weights on a device. Works on one sequence at a time."""
 
@@ -128,7 +148,7 @@ class Qwen35:
         self.device, self.dtype, self.observer = torch.device(device), dtype, observer
         # Shapes of matrices that give a row other bits in other places, and ATTENTION: evaluated row by row.
         self.single_rows: set[object] = set()
-        self.tensors = {name: self._placed(name, weights) for name in weights.names()}
+        self.tensors = _Tensors(weights.file, {name: self._placed(name, weights) for name in weights.names()})
 
     def _placed(self, name: str, weights: Weights) -> Tensor:
         tensor = torch.from_numpy(weights.tensor(name)).to(self.device)
@@ -138,7 +158,7 @@ class Qwen35:
     def with_tensors(self, changed: Mapping[str, Tensor]) -> Qwen35:
         """The same model with some tensors exchanged; the others are shared."""
         other = copy(self)
-        other.tensors = {**self.tensors, **changed}
+        other.tensors = _Tensors(self.tensors.file, {**self.tensors, **changed})
         return other
 
     @property
