@@ -10,6 +10,7 @@ import pytest
 from converter import cli
 from tests.conftest import ROOT
 from verify import calibrate
+from verify import cli as verify_cli
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
@@ -18,9 +19,12 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if line.startswith(("convert-mtp", "inspect-mtp", "calibrate-mtp"))
+    if line.startswith(("convert-mtp", "inspect-mtp", "calibrate-mtp", "verify-mtp"))
 ]
-MAINS = {"convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main, "calibrate-mtp": calibrate.main}
+MAINS = {
+    "convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main, "calibrate-mtp": calibrate.main,
+    "verify-mtp": verify_cli.main,
+}  # fmt: skip
 
 
 def test_there_are_commands() -> None:
@@ -47,7 +51,7 @@ def test_commands_for_the_example(tmp_path, monkeypatch) -> None:
     """In the page's order, in a folder that has the example."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    assert [MAINS[c[0]](c[1:]) for c in HERE] == [0] * 9
+    assert [MAINS[c[0]](c[1:]) for c in HERE] == [0] * 11
 
 
 def test_python_block(tmp_path, monkeypatch, capsys) -> None:
