@@ -252,7 +252,7 @@ class _Check:
         if self._runs:
             return self._skip("engine", self._runs)
         return check_engine(
-            self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts
+            self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts, self.engine
         )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from converter.errors import EnvironmentFailure, ToolError
 
 _TIMEOUT_S = 600
 _LOG_LINES = 15
+_CANDIDATES = 5  # the verbosity that prints the candidates of every draft
 
 
 class EngineError(ToolError):
@@ -37,6 +39,7 @@ class Engine:
     drafts: int = 0
     context: int = 2048
     threads: int = 1
+    verbosity: int = 3  # shows why a file does not load
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,59 @@ def complete(
         "ignore_eos": ignore_eos, "samplers": ["top_k", "temperature"], "repeat_penalty": 1.0,
         **({"n_probs": 2, "samplers": ["temperature"]} if margins else {}),
     }  # fmt: skip
-    answers = _ask(engine, [("/completion", body | {"prompt": list(prompt)}) for prompt in prompts])
+    answers, _ = _ask(engine, [("/completion", body | {"prompt": list(prompt)}) for prompt in prompts])
     return [_completion(engine, answer) for answer in answers]
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What the engine drafted after tokens[place]: for each draft its best candidates, (token, share of the ten best)."""
+
+    place: int
+    candidates: tuple[tuple[tuple[int, float], ...], ...]
+
+
+def draft_steps(engine: Engine, prompt: Sequence[int], tokens: int) -> tuple[Completion, list[DraftStep]]:
+    """One greedy answer from a fresh server, and the candidates that it prints for every draft (spec/runtime.md, 3)."""
+    body = {
+        "prompt": list(prompt), "n_predict": tokens, "temperature": 0.0, "top_k": 1, "cache_prompt": False,
+        "return_tokens": True, "ignore_eos": True, "samplers": ["top_k", "temperature"],
+    }  # fmt: skip
+    answers, log = _ask(replace(engine, verbosity=_CANDIDATES), [("/completion", body)])
+    answer = _completion(engine, answers[0])
+    steps: list[DraftStep] = []
+    place = 0
+    for drafts in _printed(log):
+        steps.append(DraftStep(place, drafts))
+        accepted = 0
+        for draft in drafts:
+            if place + 1 + accepted >= len(answer.tokens) or draft[0][0] != answer.tokens[place + 1 + accepted]:
+                break
+            accepted += 1
+        place += accepted + 1
+    return answer, steps
+
+
+def _printed(log: str) -> Iterator[tuple[tuple[tuple[int, float], ...], ...]]:
+    """Steps of drafts of candidates, as the log has them."""
+    step: list[list[tuple[int, float]]] = []
+    for rank, position, token, share in re.findall(
+        r"draft candidate\s+(\d+), pos\s+(\d+):\s+(\d+) \(\s*([0-9.]+)\)", log
+    ):
+        if int(rank) == 0:
+            if int(position) == 0 and step:
+                yield tuple(map(tuple, step))
+                step = []
+            step.append([])
+        step[-1].append((int(token), float(share)))
+    if step:
+        yield tuple(map(tuple, step))
 
 
 def tokenize(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts as the engine's tokenizer has them, special tokens recognised, none added."""
     bodies = [{"content": t, "add_special": False, "parse_special": True} for t in texts]
-    return [answer["tokens"] for answer in _ask(engine, [("/tokenize", body) for body in bodies])]
+    return [answer["tokens"] for answer in _ask(engine, [("/tokenize", body) for body in bodies])[0]]
 
 
 def _completion(engine: Engine, answer: dict[str, Any]) -> Completion:
@@ -87,8 +135,8 @@ def _margin(top: list[dict[str, Any]]) -> float:
     return top[0]["logprob"] - top[1]["logprob"] if len(top) > 1 else float("inf")
 
 
-def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Start a child, let it answer, and say what its death means."""
+def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], str]:
+    """Start a child, let it answer, and say what its death means; returns the answers and its log."""
     with tempfile.TemporaryDirectory() as folder:
         job, answers = Path(folder, "job.json"), Path(folder, "answers.json")
         job.write_text(json.dumps({"engine": asdict(engine), "requests": requests}))
@@ -98,7 +146,7 @@ def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> list[dic
         except subprocess.TimeoutExpired as error:
             raise EngineError("the engine does not answer", Path(engine.model), found=f"{_TIMEOUT_S} s") from error
         if child.returncode == 0:
-            return json.loads(answers.read_text())
+            return json.loads(answers.read_text()), child.stderr.decode(errors="replace")
         log = child.stderr.decode(errors="replace").strip().splitlines()
         if any("No module named 'xllamacpp'" in line for line in log):
             raise EnvironmentFailure("llama.cpp is not installed", hint="pip install 'convert-mtp[llamacpp]'")
@@ -120,7 +168,7 @@ def _child(job_file: str, answers_file: str) -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = engine.threads
     params.warmup = params.fit_params = False
     params.cache_ram_mib = 0
-    params.verbosity = 3
+    params.verbosity = engine.verbosity
     if engine.drafts:
         params.load_mtp = True
         params.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]

@@ -190,11 +190,11 @@ class Qwen35:
     # --- trunk
 
     @torch.inference_mode()
-    def trunk(self, tokens: Tensor, state: TrunkState, *, keep_rows: bool = True) -> Tensor:
-        """Hidden states [rows, hidden], after the final norm, of tokens [rows] at the state's next positions.
+    def trunk(self, tokens: Tensor, state: TrunkState, *, keep_rows: bool = True, final_norm: bool = True) -> Tensor:
+        """Hidden states [rows, hidden] of tokens [rows] at the state's next positions.
 
         Nothing is decided yet: `commit` says how many of the rows count. keep_rows: whether any number may be
-        committed; without it all rows must be.
+        committed; without it all rows must be. final_norm: whether it has been applied.
         """
         x = self._embedding("token_embd.weight", tokens)
         positions = torch.arange(state.length, state.length + len(tokens), device=self.device)
@@ -206,7 +206,7 @@ class Qwen35:
                 mixed = self._attention(i, normed, positions, state.attention[i])
             x = x + mixed
             x = x + self._ffn(i, self._norm(x, f"blk.{i}.post_attention_norm.weight"))
-        return self._norm(x, "output_norm.weight")
+        return self._norm(x, "output_norm.weight") if final_norm else x
 
     @staticmethod
     def commit(state: TrunkState, rows: int) -> None:
