@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from converter import convert
-from verify.engines.llama_cpp import Completion, Engine, complete, tokenize
+from verify.engines.base import Completion
+from verify.engines.llama_cpp import Engine, complete, tokenize
 
 MODEL = Path(__file__).parent / "tiny-qwen3.5-dense"
 TYPES = ("BF16", "Q8_0", "Q4_K_M")

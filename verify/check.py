@@ -18,6 +18,7 @@ from verify.results import LEVELS, Finding, LevelResult, VerificationReport
 if TYPE_CHECKING:
     from verify.models.qwen35 import Qwen35
 
+LLAMA_CPP = "llama.cpp"
 MODES = ("exact", "native", "both")
 _UNSEEN_WITHOUT_SOURCE = (
     "without --source: weights that are wrong but well formed, a head that is worse than its original, metadata that "
@@ -41,6 +42,7 @@ class Options:
     tokens: int = 64
     text_tokens: int = 2048
     engine: str | None = None
+    plain_engine: str | None = None
     seed: int = 0
 
     def refuse_nonsense(self) -> None:
@@ -54,7 +56,15 @@ class Options:
         if self.tokens < 2 or min(self.temperatures, default=0) < 0:
             raise UsageError("--tokens must be at least 2, temperatures at least 0")
         if "engine" in self.levels and self.engine is None:
-            raise UsageError("the level engine needs --engine", expected="llama.cpp")
+            raise UsageError("the level engine needs --engine", expected="llama.cpp, or the URL of a server")
+        if self.engine is not None and self.engine != LLAMA_CPP:
+            if "://" not in self.engine:
+                raise UsageError("there is no such engine", expected="llama.cpp, or http://…", found=self.engine)
+            if self.plain_engine is None:
+                raise UsageError(
+                    "--engine URL needs --plain-engine URL: a server cannot switch MTP off by request",
+                    hint="start a second server of the same model without MTP",
+                )
 
 
 Notify = Callable[[str], None]
@@ -245,8 +255,11 @@ class _Check:
         )
 
     def _engine(self) -> LevelResult:
-        from verify.engine import check_engine
+        from verify.engine import check_engine, check_servers
 
+        url, plain_url = self.options.engine, self.options.plain_engine
+        if url and plain_url:
+            return check_servers(url, plain_url, self.prompts, self.options.tokens)
         if self.gguf is None:
             return self._skip("engine", "llama.cpp runs GGUF files")
         if self._runs:

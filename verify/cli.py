@@ -45,7 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", metavar="N", type=int, default=64, help="tokens per prompt (default: 64)")
     parser.add_argument("--text-tokens", metavar="N", type=int, default=2048, help="tokens of the text (default: 2048)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise at temperatures above 0")
-    parser.add_argument("--engine", choices=("llama.cpp",), help="also decode in this engine")
+    parser.add_argument(
+        "--engine",
+        metavar="llama.cpp|URL",
+        help="also decode in this engine; URL: llama-server, vLLM or SGLang with MTP",
+    )
+    parser.add_argument("--plain-engine", metavar="URL", help="with --engine URL: a server of the model without MTP")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where torch runs")
     parser.add_argument("--report", metavar="DIR", type=Path, help="write report.html and report.json there")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -80,7 +85,7 @@ def _verify(args: argparse.Namespace) -> VerificationReport:
 
     options = Options(
         args.source, args.sidecar, args.level, args.device, args.mode, args.drafts, args.temperature, args.prompts,
-        args.text, args.tokens, args.text_tokens, args.engine, args.seed,
+        args.text, args.tokens, args.text_tokens, args.engine, args.plain_engine, args.seed,
     )  # fmt: skip
     report = verify(args.file, options, notify)
     if args.report is not None:

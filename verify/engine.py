@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verify.engines.llama_cpp import Completion, DraftStep, Engine, EngineError, complete, draft_steps
+from converter.errors import EnvironmentFailure
+from verify.engines.base import Completion, EngineError, Request, Run
+from verify.engines.http import Server
+from verify.engines.llama_cpp import DraftStep, Engine, draft_steps, run
 from verify.results import Finding, LevelResult, Verdict
 
 if TYPE_CHECKING:
@@ -23,65 +26,110 @@ def check_engine(
     drafts: Sequence[int],
     model: Qwen35 | None = None,
 ) -> LevelResult:
-    """Decode all prompts greedily; tokens with drafts must be those without, or leave them at a near-tie.
+    """Decode all prompts greedily in llama.cpp, in this machine's process; see `_compared`.
 
     model: the same file in torch, to compare the engine's draft candidates with its head's.
     """
-    findings: list[Finding] = []
-    rows: list[dict[str, Any]] = []
+    head = str(sidecar) if sidecar else None
     try:
-        plain = complete(Engine(str(file)), prompts, tokens, margins=True)
+        plain = run(Engine(str(file)), _requests(prompts, tokens, margins=True))
     except EngineError as error:
         return LevelResult("engine", "llama.cpp does not run the file", [Finding(str(error), "plain decoding")])
+    runs: dict[str, Run] = {}
+    failures: list[Finding] = []
     for n in drafts:
         try:
-            found = complete(Engine(str(file), str(sidecar) if sidecar else None, n), prompts, tokens)
+            runs[f"n = {n}"] = run(Engine(str(file), head, n), _requests(prompts, tokens))
         except EngineError as error:
-            findings.append(Finding(str(error), f"n = {n}"))
-            continue
-        findings += _differences(plain, found, n)
-        drafted, accepted = sum(a.drafted for a in found), sum(a.accepted for a in found)
-        if accepted > drafted:
-            findings.append(Finding("more drafts accepted than drafted", f"n = {n}", found=f"{accepted} of {drafted}"))
+            failures.append(Finding(str(error), f"n = {n}"))
+    result = _compared(plain, runs)
+    result.findings += failures
+    if model is not None and result.verdict is not Verdict.FAILED:
+        found, candidates = _candidates(model, Engine(str(file), head, max(drafts)), prompts)
+        result.findings += found
+        result.data["candidates"] = candidates
+        result.summary += f"; its draft candidates are within {candidates['mean']:.4f} of our head's"
+    return result
+
+
+def check_servers(url: str, plain_url: str, prompts: Sequence[Sequence[int]], tokens: int) -> LevelResult:
+    """The same with two servers of one model, the one at `url` with MTP and the other without.
+
+    Raises EnvironmentFailure where one cannot be used, or where the first drafts nothing.
+    """
+    with_drafts = Server(url)
+    plain = Server(plain_url).run(_requests(prompts, tokens, margins=True))
+    if plain.drafted:
+        raise EnvironmentFailure("the engine for plain decoding drafts", found=plain_url, hint="start it without MTP")
+    found = with_drafts.run(_requests(prompts, tokens))
+    if found.drafted == 0 or (found.drafted is None and with_drafts.counts() is None and "llama" in found.engine):
+        raise EnvironmentFailure(
+            "the engine drafts nothing: MTP is not active", found=f"{url} ({found.engine})",
+            hint="llama-server --spec-type draft-mtp; vllm serve --speculative-config "
+            '\'{"method": "mtp", "num_speculative_tokens": 2}\'',
+        )  # fmt: skip
+    return _compared(plain, {url: found})
+
+
+def _requests(prompts: Sequence[Sequence[int]], tokens: int, *, margins: bool = False) -> list[Request]:
+    return [Request(tuple(p), tokens, margins=margins) for p in prompts]
+
+
+def _compared(plain: Run, runs: Mapping[str, Run]) -> LevelResult:
+    """Tokens with drafts must be those without, or leave them at a near-tie."""
+    findings: list[Finding] = []
+    rows: list[dict[str, Any]] = []
+    for name, found in runs.items():
+        findings += _differences(plain.completions, found.completions, name)
+        drafted, accepted = found.drafted, found.accepted
+        if drafted is not None and accepted is not None and accepted > drafted:
+            findings.append(Finding("more drafts accepted than drafted", name, found=f"{accepted} of {drafted}"))
+        pairs = zip(plain.completions, found.completions, strict=True)
         rows.append({
-            "drafts": n, "drafted": drafted, "accepted": accepted, "tokens_per_s": _rate(found),
-            "identical": sum(a.tokens == b.tokens for a, b in zip(plain, found, strict=True)),
+            "run": name, "drafted": drafted, "accepted": accepted, "tokens_per_s": _rate(found),
+            "by_position": list(found.counts.by_position) if found.counts else None,
+            "identical": sum(a.tokens == b.tokens for a, b in pairs),
         })  # fmt: skip
     same = sum(r["identical"] for r in rows)
-    words = ", ".join(
-        f"n = {r['drafts']}: {r['accepted']}/{r['drafted']} accepted, {r['tokens_per_s']:,.0f} tok/s" for r in rows
+    words = ", ".join(f"{r['run']}: {_accepted(r)}, {r['tokens_per_s']:,.0f} tok/s" for r in rows)
+    count = len(rows) * len(plain.completions)
+    return LevelResult(
+        "engine",
+        f"{plain.engine}: {same} of {count} answers equal plain decoding ({_rate(plain):,.0f} tok/s); {words}",
+        findings,
+        {"engine": plain.engine, "plain_tokens_per_s": _rate(plain), "runs": rows},
     )
-    data: dict[str, Any] = {"engine": "llama.cpp", "plain_tokens_per_s": _rate(plain), "runs": rows}
-    if model is not None and not any(f.verdict is Verdict.FAILED for f in findings):
-        found, data["candidates"] = _candidates(
-            model, Engine(str(file), str(sidecar) if sidecar else None, max(drafts)), prompts
-        )
-        findings += found
-    summary = f"{same} of {len(rows) * len(prompts)} answers equal plain decoding ({_rate(plain):,.0f} tok/s); {words}"
-    if "candidates" in data:
-        summary += f"; its draft candidates are within {data['candidates']['mean']:.4f} of our head's"
-    return LevelResult("engine", summary, findings, data)
 
 
-def _rate(answers: Sequence[Completion]) -> float:
-    return sum(a.tokens_per_s for a in answers) / len(answers)
+def _accepted(row: dict[str, Any]) -> str:
+    if row["drafted"] is None:
+        return "acceptance not reported"
+    return f"{row['accepted']}/{row['drafted']} accepted"
 
 
-def _differences(plain: Sequence[Completion], found: Sequence[Completion], n: int) -> list[Finding]:
+def _rate(found: Run) -> float:
+    """Median over answers, since the first ones are slower."""
+    rates = sorted(a.tokens_per_s for a in found.completions)
+    return rates[len(rates) // 2] if rates else 0.0
+
+
+def _differences(plain: Sequence[Completion], found: Sequence[Completion], name: str) -> list[Finding]:
     findings = []
-    for number, (a, b) in enumerate(zip(plain, found, strict=True)):
-        first = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), None)
-        if first is None and len(a.tokens) == len(b.tokens):
+    for i, (a, b) in enumerate(zip(plain, found, strict=True)):
+        if a.tokens == b.tokens:
             continue
-        at = first if first is not None else min(len(a.tokens), len(b.tokens))
+        pairs = zip(a.tokens, b.tokens, strict=False)
+        at = next((k for k, (x, y) in enumerate(pairs) if x != y), min(len(a.tokens), len(b.tokens)))
         margin = a.margins[at] if at < len(a.margins) else float("inf")
         near = margin < _NEAR_TIE
-        expected, got = (str(t[at]) if at < len(t) else "the end" for t in (a.tokens, b.tokens))
+        what = f"the engine leaves plain decoding at a near-tie ({margin:.3f} nats)" if near else (
+            "the engine's tokens with drafts are not those without"
+        )  # fmt: skip
+        ends = [str(t[at]) if at < len(t) else "the end" for t in (a.tokens, b.tokens)]
         findings.append(
             Finding(
-                "near-tie" if near else "mismatch: another token than plain decoding", f"n = {n}, prompt {number}, token {at}",
-                expected, got, f"the two best are {margin:.4f} nats apart",
-                Verdict.INCONCLUSIVE if near else Verdict.FAILED,
+                what, f"prompt {i}, token {at}, {name}", ends[0], ends[1],
+                verdict=Verdict.INCONCLUSIVE if near else Verdict.FAILED,
             )
         )  # fmt: skip
     return findings

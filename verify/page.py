@@ -165,16 +165,16 @@ def _engine(result: LevelResult) -> str:
         return ""
     rows = [
         (
-            r["drafts"],
+            r["run"],
             r["identical"],
-            r["drafted"],
-            r["accepted"],
-            _share((r["accepted"], r["drafted"])),
+            "not reported" if r["drafted"] is None else r["drafted"],
+            "not reported" if r["accepted"] is None else r["accepted"],
+            _share((r["accepted"], r["drafted"])) if r["drafted"] else "",
             r["tokens_per_s"],
         )
         for r in runs
     ]
-    header = ("drafts", "identical answers", "drafted", "accepted", "share", "tokens/s")
+    header = ("run", "identical answers", "drafted", "accepted", "share", "tokens/s")
     return _plots(_speed(result.data["plain_tokens_per_s"], runs)) + _table(header, rows)
 
 
@@ -260,8 +260,8 @@ def _errors_by_tensor(tensors: Sequence[dict[str, Any]]) -> str:
 
 def _speed(plain: float, runs: Sequence[dict[str, Any]]) -> str:
     def draw(axes: Any) -> None:
-        axes.plot([0, *(r["drafts"] for r in runs)], [plain, *(r["tokens_per_s"] for r in runs)], "o-", color=_FILE)
-        axes.set(xlabel="drafts per step (0: plain)", ylabel="tokens/s", xticks=[0, *(r["drafts"] for r in runs)])
+        axes.plot(["plain", *(r["run"] for r in runs)], [plain, *(r["tokens_per_s"] for r in runs)], "o-", color=_FILE)
+        axes.set(ylabel="tokens/s")
         axes.set_ylim(bottom=0)
 
     return _figure(draw, "Speed in the engine")

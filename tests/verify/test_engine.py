@@ -12,7 +12,8 @@ from tests.oracles.transformers_model import prompt_ids
 from tests.verify.files import Parts
 from verify import engine as level
 from verify.engine import check_engine
-from verify.engines.llama_cpp import Completion, DraftStep, Engine, draft_steps
+from verify.engines.base import Completion, Run
+from verify.engines.llama_cpp import DraftStep, Engine, draft_steps
 from verify.models.qwen35 import Qwen35, open_model
 from verify.results import Verdict
 
@@ -67,19 +68,19 @@ def test_steps_and_tokens_fit_each_other(conversions) -> None:
     assert answer.drafted <= sum(len(s.candidates) for s in steps) <= answer.drafted + 3
 
 
-def answers(*tokens: tuple[int, ...], margins: tuple[float, ...] = ()) -> list[Completion]:
-    return [Completion(t, 10, 5, 100.0, margins) for t in tokens]
+def answers(*tokens: tuple[int, ...], margins: tuple[float, ...] = ()) -> Run:
+    return Run(tuple(Completion(t, 10, 5, 100.0, margins) for t in tokens), None, "an engine", 1.0)
 
 
 def test_divergences_are_judged_by_the_engines_margins(monkeypatch) -> None:
     """A near-tie is inconclusive, anything else a mismatch; a shorter answer counts as one."""
 
-    def complete(engine: Engine, _prompts, _tokens, **_options) -> list[Completion]:
+    def run(engine: Engine, _requests) -> Run:
         if not engine.drafts:
             return answers((1, 2, 3), (4, 5, 6), (7, 8, 9), margins=(1.0, 0.01, 1.0))
         return answers((1, 3, 3), (4, 5, 7), (7, 8))
 
-    monkeypatch.setattr(level, "complete", complete)
+    monkeypatch.setattr(level, "run", run)
     result = check_engine(Path("x.gguf"), None, [[1]] * 3, 3, (2,))
     assert [f.verdict for f in result.findings] == [Verdict.INCONCLUSIVE, Verdict.FAILED, Verdict.FAILED]
     assert "prompt 0, token 1" in result.findings[0].where
@@ -88,8 +89,19 @@ def test_divergences_are_judged_by_the_engines_margins(monkeypatch) -> None:
 
 def test_an_engine_that_prints_no_candidates(monkeypatch) -> None:
     """Nothing compared is not a pass."""
-    monkeypatch.setattr(level, "complete", lambda *_a, **_o: answers((1, 2)))
-    monkeypatch.setattr(level, "draft_steps", lambda *_a: (answers((1, 2))[0], list[DraftStep]()))
+    monkeypatch.setattr(level, "run", lambda *_a: answers((1, 2)))
+    monkeypatch.setattr(level, "draft_steps", lambda *_a: (answers((1, 2)).completions[0], list[DraftStep]()))
     model = open_model(EXAMPLE, None, "cpu")
     result = check_engine(Path("x.gguf"), None, [[5, 6]], 2, (2,), model)
     assert result.verdict is Verdict.INCONCLUSIVE
+
+
+def test_more_accepted_than_drafted(monkeypatch) -> None:
+    """A bonus token counted as accepted is an error of the engine's counters."""
+
+    def run(_engine: Engine, _requests) -> Run:
+        return Run((Completion((1, 2, 3), 1, 2, 100.0),), None, "an engine", 1.0)
+
+    monkeypatch.setattr(level, "run", run)
+    result = check_engine(Path("x.gguf"), None, [[1]], 3, (1,))
+    assert "more drafts accepted than drafted" in result.findings[0].what

@@ -10,7 +10,8 @@ from converter import convert
 from tests.checkpoints import Tensors, variant
 from tests.conftest import EXAMPLE, checkpoint, shared
 from tests.conftest import MIXES as ALL_MIXES
-from verify.engines.llama_cpp import Completion, Engine, EngineError, complete, tokenize
+from verify.engines.base import Completion, EngineError
+from verify.engines.llama_cpp import Engine, complete, tokenize
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
 from tests.oracles import transformers_model as reference

@@ -1,6 +1,6 @@
 """llama.cpp in process, through xllamacpp, one model per child process: a broken file may kill it (spec/runtime.md).
 
-The child loads the model, answers HTTP requests to itself, writes the answers to a file and ends.
+The child loads the model, which serves on a loopback port, has the requests answered, writes the answers and ends.
 """
 
 from __future__ import annotations
@@ -8,31 +8,31 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import resource
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converter.errors import EnvironmentFailure, ToolError
+from converter.errors import EnvironmentFailure
+from verify.engines.base import Completion, DraftCounts, EngineError, Request, Run
+from verify.engines.http import Server
 
 _TIMEOUT_S = 600
 _LOG_LINES = 15
 _CANDIDATES = 5  # the verbosity that prints the candidates of every draft
 
 
-class EngineError(ToolError):
-    """The engine refused the file or died of it: the file is not fit for use."""
-
-    exit_code = 1
-
-
 @dataclass(frozen=True)
 class Engine:
-    """How to load a model. drafts: most tokens drafted per step, 0 for plain decoding. sidecar: the head's own file."""
+    """How to load a model. drafts: most tokens drafted per step, 0 for plain decoding. sidecar: the head's own file.
+
+    context: positions per slot. synthetic: acceptance made up by the engine, one unconditional rate per draft position
+    (spec/runtime.md, section 1): what verifying costs, whatever the head is worth.
+    """
 
     model: str
     sidecar: str | None = None
@@ -40,17 +40,9 @@ class Engine:
     context: int = 2048
     threads: int = 1
     verbosity: int = 3  # shows why a file does not load
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One greedy answer: token ids, and what the engine says of drafts (0, 0 without) and speed (tokens a second)."""
-
-    tokens: tuple[int, ...]
-    drafted: int
-    accepted: int
-    tokens_per_s: float
-    margins: tuple[float, ...] = ()
+    p_min: float = 0.0
+    slots: int = 1
+    synthetic: tuple[float, ...] = ()
 
 
 def complete(
@@ -60,13 +52,13 @@ def complete(
 
     Raises EngineError where the engine refuses or dies, EnvironmentFailure where it is not installed.
     """
-    body = {
-        "n_predict": tokens, "temperature": 0.0, "top_k": 1, "seed": 0, "cache_prompt": False, "return_tokens": True,
-        "ignore_eos": ignore_eos, "samplers": ["top_k", "temperature"], "repeat_penalty": 1.0,
-        **({"n_probs": 2, "samplers": ["temperature"]} if margins else {}),
-    }  # fmt: skip
-    answers, _ = _ask(engine, [("/completion", body | {"prompt": list(prompt)}) for prompt in prompts])
-    return [_completion(engine, answer) for answer in answers]
+    requests = [Request(tuple(p), tokens, ignore_eos=ignore_eos, margins=margins) for p in prompts]
+    return list(run(engine, requests).completions)
+
+
+def run(engine: Engine, requests: Sequence[Request], warm_up: Sequence[Request] = ()) -> Run:
+    """All requests on a fresh engine, as many at a time as it has slots; those of warm_up go first and do not count."""
+    return _ask(engine, requests, warm_up)[0]
 
 
 @dataclass(frozen=True)
@@ -79,12 +71,8 @@ class DraftStep:
 
 def draft_steps(engine: Engine, prompt: Sequence[int], tokens: int) -> tuple[Completion, list[DraftStep]]:
     """One greedy answer from a fresh server, and the candidates that it prints for every draft (spec/runtime.md, 3)."""
-    body = {
-        "prompt": list(prompt), "n_predict": tokens, "temperature": 0.0, "top_k": 1, "cache_prompt": False,
-        "return_tokens": True, "ignore_eos": True, "samplers": ["top_k", "temperature"],
-    }  # fmt: skip
-    answers, log = _ask(replace(engine, verbosity=_CANDIDATES), [("/completion", body)])
-    answer = _completion(engine, answers[0])
+    found, log = _ask(replace(engine, verbosity=_CANDIDATES), [Request(tuple(prompt), tokens)])
+    answer = found.completions[0]
     steps: list[DraftStep] = []
     place = 0
     for drafts in _printed(log):
@@ -116,35 +104,37 @@ def _printed(log: str) -> Iterator[tuple[tuple[tuple[int, float], ...], ...]]:
 
 def tokenize(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts as the engine's tokenizer has them, special tokens recognised, none added."""
-    bodies = [{"content": t, "add_special": False, "parse_special": True} for t in texts]
-    return [answer["tokens"] for answer in _ask(engine, [("/tokenize", body) for body in bodies])[0]]
+    return _child_answers({"engine": asdict(engine), "texts": list(texts)})[0]["ids"]
 
 
-def _completion(engine: Engine, answer: dict[str, Any]) -> Completion:
-    timings = answer["timings"]
-    if engine.drafts and "draft_n" not in timings:
-        raise EngineError("the engine drafted nothing: MTP was not active", Path(engine.model))
-    margins = [_margin(entry["top_logprobs"]) for entry in answer.get("completion_probabilities", [])]
-    return Completion(
-        tuple(answer["tokens"]), timings.get("draft_n", 0), timings.get("draft_n_accepted", 0),
-        timings["predicted_per_second"], tuple(margins),
+def _ask(engine: Engine, requests: Sequence[Request], warm_up: Sequence[Request] = ()) -> tuple[Run, str]:
+    """Answers, and the engine's log."""
+    job = {
+        "engine": asdict(engine), "requests": [asdict(r) for r in requests], "warm_up": [asdict(r) for r in warm_up]
+    }  # fmt: skip
+    answer, log = _child_answers(job)
+    counts = answer["counts"]
+    found = Run(
+        tuple(Completion(**{**c, "tokens": tuple(c["tokens"]), "margins": tuple(c["margins"])}) for c in answer["completions"]),
+        DraftCounts(**{**counts, "by_position": tuple(counts["by_position"])}) if counts else None,
+        answer["engine"], answer["seconds"], answer["peak_bytes"],
     )  # fmt: skip
+    if engine.drafts and not found.drafted and any(len(c.tokens) > 2 for c in found.completions):
+        raise EngineError("the engine drafted nothing: MTP was not active", Path(engine.model))
+    return found, log
 
 
-def _margin(top: list[dict[str, Any]]) -> float:
-    return top[0]["logprob"] - top[1]["logprob"] if len(top) > 1 else float("inf")
-
-
-def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], str]:
-    """Start a child, let it answer, and say what its death means; returns the answers and its log."""
+def _child_answers(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Start a child, let it answer, and say what its death means."""
+    model = Path(job["engine"]["model"])
     with tempfile.TemporaryDirectory() as folder:
-        job, answers = Path(folder, "job.json"), Path(folder, "answers.json")
-        job.write_text(json.dumps({"engine": asdict(engine), "requests": requests}))
-        command = [sys.executable, "-m", "verify.engines.llama_cpp", str(job), str(answers)]
+        questions, answers = Path(folder, "job.json"), Path(folder, "answers.json")
+        questions.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "verify.engines.llama_cpp", str(questions), str(answers)]
         try:
             child = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise EngineError("the engine does not answer", Path(engine.model), found=f"{_TIMEOUT_S} s") from error
+            raise EngineError("the engine does not answer", model, found=f"{_TIMEOUT_S} s") from error
         if child.returncode == 0:
             return json.loads(answers.read_text()), child.stderr.decode(errors="replace")
         log = child.stderr.decode(errors="replace").strip().splitlines()
@@ -152,39 +142,49 @@ def _ask(engine: Engine, requests: list[tuple[str, dict[str, Any]]]) -> tuple[li
             raise EnvironmentFailure("llama.cpp is not installed", hint="pip install 'convert-mtp[llamacpp]'")
         died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
         raise EngineError(
-            "llama.cpp does not run this file", Path(engine.model), expected="a loaded model",
+            "llama.cpp does not run this file", model, expected="a loaded model",
             found="\n    ".join([died, *log[-_LOG_LINES:]]),
         )  # fmt: skip
 
 
-def _child(job_file: str, answers_file: str) -> None:
+def start(engine: Engine) -> Any:
+    """A server in this process; `listening_address` says where. It ends when the object does."""
     x: Any = importlib.import_module("xllamacpp")  # ships no types
 
-    job = json.loads(Path(job_file).read_text())
-    engine = Engine(**job["engine"])
     params = x.CommonParams()
     params.model.path = engine.model
-    params.n_ctx, params.n_parallel = engine.context, 1
+    params.n_ctx, params.n_parallel = engine.context * engine.slots, engine.slots
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = engine.threads
     params.warmup = params.fit_params = False
     params.cache_ram_mib = 0
     params.verbosity = engine.verbosity
+    params.endpoint_metrics = True
     if engine.drafts:
         params.load_mtp = True
         params.speculative.types = [x.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP]
         params.speculative.draft.n_max = engine.drafts
+        params.speculative.draft.p_min = engine.p_min
         if engine.sidecar:
             params.speculative.draft.mparams.path = engine.sidecar
-    server = x.Server(params)
-    answers = [_post(server.listening_address, path, body) for path, body in job["requests"]]
-    Path(answers_file).write_text(json.dumps(answers))
+        if engine.synthetic:
+            params.speculative.synth_rates = list(engine.synthetic)
+    return x.Server(params)
 
 
-def _post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-        return json.load(answer)
+def _child(job_file: str, answers_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    engine = Engine(**job["engine"])
+    running = start(engine)
+    server = Server(running.listening_address, timeout=_TIMEOUT_S)
+    if "texts" in job:
+        answer: dict[str, Any] = {"ids": [server.tokenize(text) for text in job["texts"]]}
+    else:
+        if job["warm_up"]:
+            server.run([Request(**r) for r in job["warm_up"]], engine.slots)
+        found = server.run([Request(**r) for r in job["requests"]], engine.slots)
+        answer = asdict(found)
+        answer["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path(answers_file).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":
