@@ -114,6 +114,8 @@ class Server:
         times = [time.monotonic()]
         first = 0
         for piece in self._stream("/v1/completions", body):
+            if "error" in piece:
+                raise EnvironmentFailure("the engine failed", found=f"{self.name}: {piece['error']}", hint="see its log")
             for choice in piece.get("choices", []):
                 ids = choice.get("token_ids")
                 if ids is None and choice.get("text"):
@@ -127,7 +129,7 @@ class Server:
                     times.append(time.monotonic())
                 margins += [_best_two(top) for top in (choice.get("logprobs") or {}).get("top_logprobs") or []]
         if not tokens:
-            raise EnvironmentFailure("the engine answered without a token", found=self.name)
+            raise EnvironmentFailure("the engine answered without a token", found=self.name, hint="see its log")
         decoding = times[-1] - times[1]
         return Completion(
             tuple(tokens), None, None, (len(tokens) - first) / decoding if decoding > 0 else 0.0, tuple(margins),
