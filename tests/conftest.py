@@ -30,6 +30,14 @@ def checkpoint(kind: str) -> Path:
     return EXAMPLE if kind == "dense" else shared("tiny-qwen3.5-moe")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def conversions(tmp_path_factory: pytest.TempPathFactory):
     """conversions(kind, packaging) is a folder with one file per mix, named TYPE.gguf; made at first use."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verify.decode import Settings, decode
 from verify.models.qwen35 import Qwen35
+from verify.models.tensors import Tensors
 from verify.results import Finding, LevelResult
 
 _COLLAPSED = 0.5  # of what the source's head reaches at the first draft
@@ -131,23 +132,23 @@ def _sigmas(mine: tuple[int, int], bound: tuple[int, int]) -> float:
 
 # --- what may be wrong with a head
 
-Change = Callable[[dict[str, Tensor], str], dict[str, Tensor]]
+Change = Callable[[Tensors, str], dict[str, Tensor]]
 
 
-def _swapped(tensors: dict[str, Tensor], glue: str) -> dict[str, Tensor]:
+def _swapped(tensors: Tensors, glue: str) -> dict[str, Tensor]:
     name = f"{glue}eh_proj.weight"
     return {name: tensors[name].roll(tensors[name].shape[1] // 2, 1)}
 
 
-def _exchanged(tensors: dict[str, Tensor], glue: str) -> dict[str, Tensor]:
+def _exchanged(tensors: Tensors, glue: str) -> dict[str, Tensor]:
     a, b = f"{glue}enorm.weight", f"{glue}hnorm.weight"
     return {a: tensors[b], b: tensors[a]}
 
 
 def _shifted(by: float) -> Change:
-    def change(tensors: dict[str, Tensor], glue: str) -> dict[str, Tensor]:
+    def change(tensors: Tensors, glue: str) -> dict[str, Tensor]:
         block = glue.removesuffix("nextn.")
-        return {n: t + by for n, t in tensors.items() if n.startswith(block) and "norm" in n}
+        return {n: tensors[n] + by for n in tensors if n.startswith(block) and "norm" in n}
 
     return change
 
@@ -164,7 +165,8 @@ def likeliest_cause(engine: Qwen35, texts: Texts, mine: tuple[int, int]) -> str:
     """The change to the head that makes it guess much better, if one of the usual ones does."""
     glue = f"blk.{engine.sizes.layers}.nextn."
     tensors = engine.tensors
-    if not any(t.any() for n, t in tensors.items() if n.startswith(glue.removesuffix("nextn.")) and t.ndim > 1):
+    matrices = [n for n in tensors if n.startswith(glue.removesuffix("nextn.")) and len(tensors.shape(n)) > 1]
+    if not any(bool(tensors[n].any()) for n in matrices):
         return "all weights of the head are zero"
     some = replace(texts, ids=texts.ids[:3], hidden=texts.hidden[:3], begins=texts.begins[:3])
     best, cause = max(0.1, 1.25 * _rate(mine)), ""

@@ -227,9 +227,21 @@ class _Check:
         if self.gguf is None or self.reference is None or self._runs:
             return self._skip("logits", self._runs or "there is no source to compare with")
         bits = _bits_per_weight(self.gguf)
-        return check_logits(
-            self.engine, self.reference, text_ids(self.encode, self.options.text, self.options.text_tokens), bits
-        )
+        text = text_ids(self.encode, self.options.text, self.options.text_tokens)
+        return check_logits(self.engine, self.reference, text, bits, self._module())
+
+    def _module(self) -> Callable[[Any], Any] | None:
+        """Transformers' own module of the file's weights, where memory allows."""
+        from verify.models.module import fits, module_logits, module_of
+        from verify.models.weights import open_weights
+
+        weights = open_weights(self.file)
+        if self.source is None or not fits(weights):
+            return None
+        try:
+            return partial(module_logits, module_of(weights, self.source))
+        except ImportError:
+            return None
 
     def _identity(self) -> LevelResult:
         from verify.fresh import decode_afresh

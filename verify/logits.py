@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,23 @@ from torch import Tensor
 from verify.models.qwen35 import Qwen35
 from verify.results import Finding, LevelResult
 
+Module = Callable[[Tensor], Tensor]  # token ids [rows] to logits [rows, vocabulary]
 CHUNK = 256
 # Largest plausible mean divergence in nats, by bits per weight of the trunk: far above what the types cost by themselves.
 _LIMITS = ((15.0, 0.002), (8.0, 0.02), (6.0, 0.06), (5.0, 0.15), (4.0, 0.5), (3.0, 1.2), (0.0, 3.0))
 
 
-def check_logits(engine: Qwen35, reference: Qwen35, tokens: Sequence[int], bits: float) -> LevelResult:
-    """Both models over the same tokens, in chunks from an empty state. bits: per weight of the file's trunk."""
+# Of our own step from transformers' module on the same weights, mean divergence in nats, by the dtype of our step.
+_OWN_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+def check_logits(
+    engine: Qwen35, reference: Qwen35, tokens: Sequence[int], bits: float, module: Module | None = None
+) -> LevelResult:
+    """Both models over the same tokens, in chunks from an empty state. bits: per weight of the file's trunk.
+
+    module: transformers' logits for the weights of the file, which our own must equal but for rounding.
+    """
     divergences: list[Tensor] = []
     same = total = 0
     loss = {"file": 0.0, "source": 0.0}
@@ -53,10 +63,26 @@ def check_logits(engine: Qwen35, reference: Qwen35, tokens: Sequence[int], bits:
                 f"{mean:.3g}",
             )
         )
+    if module is not None:
+        ids = next(_chunks(tokens, engine.device))
+        ours = engine.logits(engine.trunk(ids, engine.trunk_state(len(ids)), keep_rows=False)).log_softmax(-1).cpu()
+        theirs = module(ids.cpu()).log_softmax(-1)
+        own = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+        data["kld_from_transformers"] = own
+        if not own <= _OWN_LIMITS[engine.dtype]:
+            findings.append(
+                Finding(
+                    "transformers' own module gives other logits for these weights", "mean KL divergence",
+                    f"at most {_OWN_LIMITS[engine.dtype]:g} nats", f"{own:.3g}",
+                    "metadata that does not describe the model that the source's config does",
+                )
+            )  # fmt: skip
     summary = (
         f"KL divergence {mean:.2g} nats mean, {data['kld_999']:.2g} at 99.9 %; top-1 agreement {same / total:.2%}; "
         f"perplexity {perplexity['file']:.3f}, source {perplexity['source']:.3f} ({total} tokens)"
     )
+    if "kld_from_transformers" in data:
+        summary += f"; from transformers' module on these weights {data['kld_from_transformers']:.2g}"
     return LevelResult("logits", summary, findings, data)
 
 

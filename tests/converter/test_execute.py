@@ -46,10 +46,6 @@ def test_any_cut_gives_the_same_bytes(
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_torch_device_gives_the_same_bytes(conversions, tmp_path: Path, monkeypatch, name: str) -> None:
     """One upload for all types, importance and small tensors included."""
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     monkeypatch.setattr("converter.device.open_device", lambda _name: Torch(name))
     mixes = ["Q4_K_M", "Q8_0", "F16"]
     convert(EXAMPLE, tmp_path / "{type}.gguf", types=mixes, device="cuda")

@@ -116,7 +116,9 @@ def test_a_head_of_random_weights() -> None:
     folder = checkpoint("dense")
     engine, prompt = model(folder), prompts(folder)[2]
     source = torch.Generator().manual_seed(0)
-    noise = {n: torch.randn(t.shape, generator=source) for n, t in engine.tensors.items() if n.startswith("blk.4.")}
+    noise = {
+        n: torch.randn(engine.tensors.shape(n), generator=source) for n in engine.tensors if n.startswith("blk.4.")
+    }
     how = exact(engine, 3)
     drafted = decode(engine, prompt, how, HeadDrafter(engine.with_tensors(noise), CONTEXT), 3)
     assert_equal(decode(engine, prompt, how), drafted)
@@ -284,3 +286,13 @@ def test_rows_that_move_are_evaluated_alone(monkeypatch) -> None:
     assert differ()
     prepare_exact(engine, 3, CONTEXT)
     assert not differ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_on_a_gpu_plain_and_drafted_logits_are_equal(kind: str) -> None:
+    """Exact mode in bfloat16: every bit, with real drafts and with wrong ones."""
+    engine = Qwen35(open_weights(checkpoint(kind)), device="cuda", dtype=torch.bfloat16)
+    for prompt in prompts(checkpoint(kind))[:3]:
+        how = exact(engine, 3)
+        assert_equal(decode(engine, prompt, how), decode(engine, prompt, how, HeadDrafter(engine, CONTEXT), 3))

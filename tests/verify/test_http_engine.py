@@ -214,7 +214,9 @@ def test_a_server_without_token_ids() -> None:
         Server(url).run([Request((1,), 2)])
 
 
-@pytest.mark.parametrize(("events", "words"), [([{"error": {"message": "it died"}}], "it died"), ([], "without a token")])
+@pytest.mark.parametrize(
+    ("events", "words"), [([{"error": {"message": "it died"}}], "it died"), ([], "without a token")]
+)
 def test_a_server_that_fails_while_it_answers(events: list[Any], words: str) -> None:
     pages: Pages = {"/v1/models": lambda _: MODELS, "/v1/completions": lambda _: events}
     with fake(pages) as url, pytest.raises(EnvironmentFailure, match=words):

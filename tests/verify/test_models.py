@@ -6,12 +6,16 @@ import math
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.conftest import checkpoint
+from converter.model import read_model
+from tests.conftest import EXAMPLE, checkpoint
 from tests.oracles.transformers_model import greedy, prompt_ids, reference
-from verify.models.qwen35 import HeadState, Qwen35, TrunkState
+from verify.models import qwen35
+from verify.models.module import _stacked, module_logits, module_of, state_dict
+from verify.models.qwen35 import HeadState, Qwen35, TrunkState, open_model
 from verify.models.weights import FileWeights, open_weights
 
 KINDS = ("dense", "moe")
@@ -160,3 +164,72 @@ def test_files_hold_the_same_model(kind: str, conversions) -> None:
         distance[mix] = (truth.exp() * (truth - logs)).sum(-1).mean().item()
     assert math.isclose(distance["BF16"], 0, abs_tol=1e-6)
     assert distance["BF16"] < distance["Q8_0"] < 0.01 < distance["Q2_K"]
+
+
+@pytest.mark.parametrize("mix", ["BF16", "Q8_0", "Q4_K_M", "Q5_0"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_are_the_same_model(kind: str, mix: str, conversions) -> None:
+    """Kept as stored and dequantized when used: every bit of trunk and head, in a fraction of the memory."""
+    folder = checkpoint(kind)
+    weights = FileWeights(conversions(kind, "bundled") / f"{mix}.gguf")
+    ids = torch.tensor(prompt_ids(folder)[0])
+    whole, packed = Qwen35(weights), Qwen35(weights, packed=True)
+    assert packed.tensors.nbytes < 0.6 * whole.tensors.nbytes
+    results = []
+    for engine in (whole, packed):
+        hidden = engine.trunk(ids, engine.trunk_state(LENGTH))
+        drafted = engine.head(hidden[:-1], ids[1:], engine.head_state(LENGTH))
+        results.append((engine.logits(hidden), engine.head_logits(drafted)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_weights_stay_packed_where_memory_is_short(monkeypatch) -> None:
+    """The choice is made by the memory that is free."""
+    assert open_model(EXAMPLE, None, "cpu").tensors.nbytes > 0
+    monkeypatch.setattr(qwen35, "_SHARE_OF_MEMORY", 1e-6)
+    asked = []
+    monkeypatch.setattr(qwen35, "load", lambda *_a, packed: asked.append(packed))
+    open_model(EXAMPLE, None, "cpu")
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_made_from_files(kind: str, conversions) -> None:
+    """The inverse transforms give transformers' state dict: exact where the way back is, near where 1 was added."""
+    source = read_model(checkpoint(kind))
+    weights = FileWeights(conversions(kind, "bundled") / "BF16.gguf")
+    module, oracle = module_of(weights, source), reference(checkpoint(kind))
+    expected = dict(oracle.state_dict())
+    found = state_dict(weights, source)
+    names = {n: n.replace("model.", "model.language_model.", 1) if n not in expected else n for n in found}
+    assert len(found) > 50
+    for name, other in names.items():
+        torch.testing.assert_close(found[name], expected[other], rtol=0, atol=1e-6)
+    ids = torch.tensor(prompt_ids(checkpoint(kind))[0])
+    with torch.inference_mode():
+        theirs = oracle(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(module_logits(module, ids), theirs, rtol=0, atol=1e-3)
+
+
+def test_experts_stored_one_by_one() -> None:
+    """Become the stacked tensors that transformers has."""
+    made = {f"a.experts.{e}.{part}_proj.weight": np.full((2, 3), 10 * e + k, np.float32)
+            for e in range(2) for k, part in enumerate(("gate", "up", "down"))}  # fmt: skip
+    found = _stacked(made)
+    assert found["a.experts.gate_up_proj"][:, :, 0].tolist() == [[0, 0, 1, 1], [10, 10, 11, 11]]
+    assert found["a.experts.down_proj"].shape == (2, 2, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_logits_are_near(kind: str, packed: bool, conversions) -> None:
+    """In bfloat16, whole or packed, as in float32 on the CPU."""
+    weights = FileWeights(conversions(kind, "bundled") / "Q8_0.gguf")
+    ids = torch.tensor(prompt_ids(checkpoint(kind))[6])
+    truth = Qwen35(weights)
+    engine = Qwen35(weights, device="cuda", dtype=torch.bfloat16, packed=packed)
+    expected = truth.logits(truth.trunk(ids, truth.trunk_state(LENGTH))).log_softmax(-1)
+    found = engine.logits(engine.trunk(ids.cuda(), engine.trunk_state(LENGTH))).log_softmax(-1).cpu()
+    assert (expected.exp() * (expected - found)).sum(-1).mean().item() < 0.02

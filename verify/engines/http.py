@@ -115,7 +115,9 @@ class Server:
         first = 0
         for piece in self._stream("/v1/completions", body):
             if "error" in piece:
-                raise EnvironmentFailure("the engine failed", found=f"{self.name}: {piece['error']}", hint="see its log")
+                raise EnvironmentFailure(
+                    "the engine failed", found=f"{self.name}: {piece['error']}", hint="see its log"
+                )
             for choice in piece.get("choices", []):
                 ids = choice.get("token_ids")
                 if ids is None and choice.get("text"):

@@ -7,6 +7,7 @@ gathered per row. So what a row computes depends on no other row but through the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from converter.errors import GGUFError, UnsupportedError
+from verify.models.tensors import load
 from verify.models.weights import PairedWeights, Weights, open_weights
 
 ATTENTION = "attention"
@@ -115,22 +117,27 @@ class HeadState:
 
 
 def open_model(file: Path, sidecar: Path | None, device: str) -> Qwen35:
-    """The model of a file or folder on a device, "cpu" in float32 or a CUDA device in bfloat16."""
+    """The model of a file or folder on a device, "cpu" in float32 or a CUDA device in bfloat16.
+
+    Where its values would not fit the memory, matrices stay as they are stored and are dequantized when they multiply.
+    """
     weights: Weights = open_weights(file)
     if sidecar is not None:
         weights = PairedWeights(weights, open_weights(sidecar))
-    return Qwen35(weights, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return Qwen35(weights, device=device, dtype=dtype, packed=not _fits(weights, device, dtype))
 
 
-class _Tensors(dict[str, Tensor]):
-    """Tensors by name; one that is missing is the file's fault."""
+def _fits(weights: Weights, device: str, dtype: torch.dtype) -> bool:
+    """Whether all values fit the device's free memory, with room for what is computed."""
+    if device == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = torch.cuda.mem_get_info(torch.device(device))[0]
+    return weights.count() * dtype.itemsize < _SHARE_OF_MEMORY * free
 
-    def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self.file = file
 
-    def __missing__(self, name: str) -> Tensor:
-        raise GGUFError("a tensor is missing", self.file, name)
+_SHARE_OF_MEMORY = 0.8
 
 
 class Qwen35:
@@ -143,22 +150,18 @@ class Qwen35:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         observer: Observer | None = None,
+        packed: bool = False,
     ) -> None:
         self.sizes = Sizes.of(weights)
         self.device, self.dtype, self.observer = torch.device(device), dtype, observer
         # Shapes of matrices that give a row other bits in other places, and ATTENTION: evaluated row by row.
         self.single_rows: set[object] = set()
-        self.tensors = _Tensors(weights.file, {name: self._placed(name, weights) for name in weights.names()})
-
-    def _placed(self, name: str, weights: Weights) -> Tensor:
-        tensor = torch.from_numpy(weights.tensor(name)).to(self.device)
-        # Vectors and the convolution take part in float32 arithmetic; matrices have the model's precision.
-        return tensor if tensor.ndim == 1 or name.endswith("ssm_conv1d.weight") else tensor.to(self.dtype)
+        self.tensors = load(weights, self.device, dtype, packed=packed)
 
     def with_tensors(self, changed: Mapping[str, Tensor]) -> Qwen35:
         """The same model with some tensors exchanged; the others are shared."""
         other = copy(self)
-        other.tensors = _Tensors(self.tensors.file, {**self.tensors, **changed})
+        other.tensors = self.tensors.changed(changed)
         return other
 
     @property
@@ -256,7 +259,7 @@ class Qwen35:
     # --- parts
 
     def _embedding(self, name: str, tokens: Tensor) -> Tensor:
-        return self.tensors[name][tokens]
+        return self.tensors.rows(name, tokens)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         if self.observer is not None:
@@ -291,7 +294,8 @@ class Qwen35:
                     return True
             return False
 
-        for shape, matrix in {tuple(t.shape): t for n, t in self.tensors.items() if self._multiplies(n)}.items():
+        for shape, name in {self.tensors.shape(n): n for n in self.tensors if self._multiplies(n)}.items():
+            matrix = self.tensors[name]
             if moves(lambda x, matrix=matrix: functional.linear(x, matrix), shape[1]):
                 found.add(shape)
         keys, values = (self._random(source, s.heads, context, s.head_dim) for _ in range(2))
@@ -301,7 +305,7 @@ class Qwen35:
         return found
 
     def _multiplies(self, name: str) -> bool:
-        return self.tensors[name].ndim == 2 and "embd" not in name and "conv1d" not in name
+        return len(self.tensors.shape(name)) == 2 and "embd" not in name and "conv1d" not in name
 
     def _random(self, source: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(shape, generator=source).to(self.device, self.dtype)
@@ -389,15 +393,16 @@ class Qwen35:
         shares = self._linear(f"blk.{i}.ffn_gate_inp.weight", row[None])[0].float().softmax(dim=-1)
         best, experts = shares.topk(self.sizes.experts_used)
         shares = (best / best.sum()).to(self.dtype)
-        gate, up, down = (self.tensors[f"blk.{i}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+        names = [f"blk.{i}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
         total = torch.zeros_like(row)
         for share, e in zip(shares, experts.tolist(), strict=True):
-            inner = functional.silu(gate[e] @ row) * (up[e] @ row)
+            gate, up, down = (self.tensors.rows(name, e) for name in names)
+            inner = functional.silu(gate @ row) * (up @ row)
             if self.observer is not None:
                 self.observer(f"blk.{i}.ffn_gate_exps.weight", row[None], e)
                 self.observer(f"blk.{i}.ffn_up_exps.weight", row[None], e)
                 self.observer(f"blk.{i}.ffn_down_exps.weight", inner[None], e)
-            total = total + share * (down[e] @ inner)
+            total = total + share * (down @ inner)
         return total
 
 

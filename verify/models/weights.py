@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +17,14 @@ from converter.model import Model, read_model
 from quant import UnknownTypeError, dequantize
 
 
+@dataclass(frozen=True)
+class Raw:
+    """A tensor as it is stored: uint8 [..., row bytes] of ggml's type, the last axis that of rows."""
+
+    data: np.ndarray
+    type: str
+
+
 class Weights(Protocol):
     """A model's tensors, read when asked for."""
 
@@ -24,12 +34,20 @@ class Weights(Protocol):
         """All tensors."""
         ...
 
+    def count(self) -> int:
+        """Of values in all tensors."""
+        ...
+
     def key(self, name: str, default: Any = None) -> Any:
         """A metadata value; `name` without the architecture's prefix for keys that are the architecture's own."""
         ...
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor in torch order, float32."""
+        ...
+
+    def raw(self, name: str) -> Raw | None:
+        """The same as it is stored, None where it is not stored in one of ggml's types."""
         ...
 
 
@@ -45,21 +63,28 @@ class FileWeights:
     def names(self) -> Collection[str]:
         return self._entries.keys()
 
+    def count(self) -> int:
+        return sum(math.prod(t.ne) for t in self._entries.values())
+
     def key(self, name: str, default: Any = None) -> Any:
         if name == "general.architecture":
             return self._architecture
         return self.model.get(f"{self._architecture}.{name}", default)
 
     def tensor(self, name: str) -> np.ndarray:
+        stored = self.raw(name)
+        try:
+            return dequantize(stored.data, stored.type)
+        except UnknownTypeError as error:
+            raise GGUFError("a tensor has a type that cannot be read", self.file, name, found=str(error)) from error
+
+    def raw(self, name: str) -> Raw:
         entry = self._entries.get(name)
         if entry is None:
             raise GGUFError("a tensor is missing", self.file, name)
         file, begin = self.model.place(name)
-        raw = np.fromfile(file, np.uint8, entry.nbytes, offset=begin)
-        try:
-            return dequantize(raw, entry.type.name).reshape(tuple(reversed(entry.ne)))
-        except UnknownTypeError as error:
-            raise GGUFError("a tensor has a type that cannot be read", self.file, name, found=str(error)) from error
+        data = np.fromfile(file, np.uint8, entry.nbytes, offset=begin)
+        return Raw(data.reshape(*reversed(entry.ne[1:]), -1), entry.type.name)
 
 
 class FolderWeights:
@@ -75,6 +100,9 @@ class FolderWeights:
     def names(self) -> Collection[str]:
         return self._rules.keys()
 
+    def count(self) -> int:
+        return sum(math.prod(r.target_shape) for r in self._rules.values())
+
     def key(self, name: str, default: Any = None) -> Any:
         if name == "general.architecture":
             return self.model.architecture.name
@@ -83,6 +111,9 @@ class FolderWeights:
     def tensor(self, name: str) -> np.ndarray:
         rule = self._rules[name]
         return read_tensor(rule, self.model.sources[name], self.model.checkpoint)
+
+    def raw(self, name: str) -> None:  # noqa: ARG002
+        return None
 
 
 class PairedWeights:
@@ -96,12 +127,18 @@ class PairedWeights:
     def names(self) -> Collection[str]:
         return [*self.trunk.names(), *sorted(self._head)]
 
+    def count(self) -> int:
+        return self.trunk.count() + self.sidecar.count()
+
     def key(self, name: str, default: Any = None) -> Any:
         own = name in {"block_count", "nextn_predict_layers"}
         return (self.sidecar if own else self.trunk).key(name, default)
 
     def tensor(self, name: str) -> np.ndarray:
         return (self.sidecar if name in self._head else self.trunk).tensor(name)
+
+    def raw(self, name: str) -> Raw | None:
+        return (self.sidecar if name in self._head else self.trunk).raw(name)
 
 
 def open_weights(path: Path) -> Weights:
