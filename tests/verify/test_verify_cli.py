@@ -11,6 +11,7 @@ import pytest
 from converter import convert
 from tests.conftest import EXAMPLE, checkpoint
 from tests.verify.files import Parts
+from verify import verify
 from verify.cli import main
 from verify.results import LEVELS
 
@@ -44,6 +45,7 @@ def test_all_levels_of_a_good_file(conversions, tmp_path: Path, capsys, prompts:
     data = {level["level"]: level["data"] for level in report["levels"]}
     assert data["identity"]["largest_difference"] == 0
     assert len(data["identity"]["runs"]) == 2 * 2 * 2
+    assert data["logits"]["kld_from_transformers"] < 1e-6
     assert 0 <= data["logits"]["kld_median"] <= data["logits"]["kld_mean"] < data["logits"]["kld_999"]
     assert data["acceptance"]["file"][0][0] > 0
     assert data["engine"]["runs"][0]["accepted"] > 0
@@ -54,6 +56,15 @@ def test_all_levels_of_a_good_file(conversions, tmp_path: Path, capsys, prompts:
     assert not re.search(r"<script|<link|<img|src=|href=['\"]http", page)
     for level in report["levels"]:
         assert level["level"].capitalize() in page
+
+
+def test_transformers_contradicts(conversions, tmp_path: Path) -> None:
+    """Our step computes with the file's metadata, the module with the source's config: where they differ it shows."""
+    parts = Parts(conversions("dense", "bundled") / "BF16.gguf")
+    parts.set("qwen35.rope.freq_base", 500.0)
+    file = parts.write(tmp_path / "x.gguf")
+    report = verify(file, source=EXAMPLE, levels=["logits"], text_tokens=256)
+    assert any("transformers' own module" in f.what for f in report.level("logits").findings)
 
 
 def test_without_a_source(conversions, capsys, prompts: str) -> None:
