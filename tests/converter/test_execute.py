@@ -183,7 +183,7 @@ from converter import execute
 from converter.cli import convert_main
 run = execute.Work.run
 def slow(*args):
-    time.sleep(0.1)
+    time.sleep(0.5)
     return run(*args)
 execute.Work.run = slow
 sys.exit(convert_main(sys.argv[1:]))
@@ -200,7 +200,7 @@ def test_killed_or_interrupted(tmp_path: Path, sent: signal.Signals, code: int) 
     while not out.with_name("x.gguf.partial").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(0.3)
+    time.sleep(1.5)
     child.send_signal(sent)
     assert child.wait(60) == code
     assert not out.exists()
