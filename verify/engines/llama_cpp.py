@@ -56,9 +56,14 @@ def complete(
     return list(run(engine, requests).completions)
 
 
-def run(engine: Engine, requests: Sequence[Request], warm_up: Sequence[Request] = ()) -> Run:
-    """All requests on a fresh engine, as many at a time as it has slots; those of warm_up go first and do not count."""
-    return _ask(engine, requests, warm_up)[0]
+def run(engine: Engine, requests: Sequence[Request]) -> Run:
+    """All requests on a fresh engine, as many at a time as it has slots."""
+    return run_batches(engine, [requests])[0]
+
+
+def run_batches(engine: Engine, batches: Sequence[Sequence[Request]], warm_up: Sequence[Request] = ()) -> list[Run]:
+    """Several batches on one fresh engine, each with counts of its own; those of warm_up go first and do not count."""
+    return _ask(engine, batches, warm_up)[0]
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ class DraftStep:
 
 def draft_steps(engine: Engine, prompt: Sequence[int], tokens: int) -> tuple[Completion, list[DraftStep]]:
     """One greedy answer from a fresh server, and the candidates that it prints for every draft (spec/runtime.md, 3)."""
-    found, log = _ask(replace(engine, verbosity=_CANDIDATES), [Request(tuple(prompt), tokens)])
-    answer = found.completions[0]
+    found, log = _ask(replace(engine, verbosity=_CANDIDATES), [[Request(tuple(prompt), tokens)]])
+    answer = found[0].completions[0]
     steps: list[DraftStep] = []
     place = 0
     for drafts in _printed(log):
@@ -107,21 +112,34 @@ def tokenize(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
     return _child_answers({"engine": asdict(engine), "texts": list(texts)})[0]["ids"]
 
 
-def _ask(engine: Engine, requests: Sequence[Request], warm_up: Sequence[Request] = ()) -> tuple[Run, str]:
+def _ask(
+    engine: Engine, batches: Sequence[Sequence[Request]], warm_up: Sequence[Request] = ()
+) -> tuple[list[Run], str]:
     """Answers, and the engine's log."""
     job = {
-        "engine": asdict(engine), "requests": [asdict(r) for r in requests], "warm_up": [asdict(r) for r in warm_up]
+        "engine": asdict(engine), "batches": [[asdict(r) for r in batch] for batch in batches],
+        "warm_up": [asdict(r) for r in warm_up],
     }  # fmt: skip
     answer, log = _child_answers(job)
-    counts = answer["counts"]
-    found = Run(
-        tuple(Completion(**{**c, "tokens": tuple(c["tokens"]), "margins": tuple(c["margins"])}) for c in answer["completions"]),
-        DraftCounts(**{**counts, "by_position": tuple(counts["by_position"])}) if counts else None,
-        answer["engine"], answer["seconds"], answer["peak_bytes"],
-    )  # fmt: skip
-    if engine.drafts and not found.drafted and any(len(c.tokens) > 2 for c in found.completions):
+    runs = [_run_of(found, answer["peak_bytes"]) for found in answer["runs"]]
+    expected = any(len(c.tokens) > _UNDRAFTED for r in runs for c in r.completions)
+    if engine.drafts and not engine.synthetic and not engine.p_min and expected and not any(r.drafted for r in runs):
         raise EngineError("the engine drafted nothing: MTP was not active", Path(engine.model))
-    return found, log
+    return runs, log
+
+
+_UNDRAFTED = 2  # tokens of an answer that are never drafted: the first, and the last
+
+
+def _run_of(found: dict[str, Any], peak_bytes: int) -> Run:
+    counts = found["counts"]
+    answers = (
+        Completion(**{**c, "tokens": tuple(c["tokens"]), "margins": tuple(c["margins"])}) for c in found["completions"]
+    )
+    return Run(
+        tuple(answers), DraftCounts(**{**counts, "by_position": tuple(counts["by_position"])}) if counts else None,
+        found["engine"], found["seconds"], peak_bytes,
+    )  # fmt: skip
 
 
 def _child_answers(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -181,9 +199,9 @@ def _child(job_file: str, answers_file: str) -> None:
     else:
         if job["warm_up"]:
             server.run([Request(**r) for r in job["warm_up"]], engine.slots)
-        found = server.run([Request(**r) for r in job["requests"]], engine.slots)
-        answer = asdict(found)
-        answer["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        runs = [server.run([Request(**r) for r in batch], engine.slots) for batch in job["batches"]]
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        answer = {"runs": [asdict(r) for r in runs], "peak_bytes": peak}
     Path(answers_file).write_text(json.dumps(answer))
 
 

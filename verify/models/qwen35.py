@@ -128,6 +128,16 @@ def open_model(file: Path, sidecar: Path | None, device: str) -> Qwen35:
     return Qwen35(weights, device=device, dtype=dtype, packed=not _fits(weights, device, dtype))
 
 
+def with_head(model: Qwen35, file: Path) -> Qwen35:
+    """The same trunk with the head of another file, a sidecar or a bundled one."""
+    block = f"blk.{model.sizes.layers}."
+    weights = open_weights(file)
+    names = [name for name in weights.names() if name.startswith(block)]
+    if not names:
+        raise GGUFError("this file has no head for that trunk", file, expected=f"tensors {block}*")
+    return model.with_tensors(load(weights, model.device, model.dtype, packed=False, names=names).whole())
+
+
 def _fits(weights: Weights, device: str, dtype: torch.dtype) -> bool:
     """Whether all values fit the device's free memory, with room for what is computed."""
     if device == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,10 @@ class Tensors:
         """The same, with some exchanged."""
         return Tensors(self.file, self.dtype, {**self._stored, **tensors})
 
+    def whole(self) -> dict[str, Tensor]:
+        """All of them as values."""
+        return {name: self[name] for name in self}
+
     @property
     def nbytes(self) -> int:
         """Of device memory."""
@@ -79,10 +83,12 @@ class Tensors:
         return self._stored[name]
 
 
-def load(weights: Weights, device: torch.device, dtype: torch.dtype, *, packed: bool) -> Tensors:
-    """All tensors. Matrices have dtype, or stay packed; vectors and the convolution take part in float32 arithmetic."""
+def load(
+    weights: Weights, device: torch.device, dtype: torch.dtype, *, packed: bool, names: Collection[str] = ()
+) -> Tensors:
+    """All tensors, or those named. Matrices have dtype, or stay packed; vectors and the convolution take part in float32 arithmetic."""
     stored: dict[str, Tensor | Packed] = {}
-    for name in weights.names():
+    for name in names or weights.names():
         narrow = not name.endswith(_CONVOLUTION)
         raw = weights.raw(name) if packed and narrow else None
         if raw is not None and raw.data.ndim > 1 and block_type(raw.type).can_write:
