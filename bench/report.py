@@ -21,6 +21,8 @@ from verify.html import BLUE, GRID, INK, ORANGE, document, figure, plots, table,
 SCHEMA = 1
 _COLOURS = (BLUE, ORANGE, "#3d8b5f", "#8a5aa8", "#b0413e", "#5b6878", "#7a7a1f", "#2f9ea3")
 _MARKS = "osD^vP*X"
+_HALF = (4.9, 3.1)  # inches; two beside each other
+_LEAST_REACH = 0.05  # of colours around a speedup of 1
 PAGE, TABLE, LINES = "report.html", "results.csv", "results.jsonl"
 
 
@@ -146,7 +148,7 @@ class _Page:
     def _head(self) -> str:
         builds = sorted({s.engine_build for s in self.results.cells.values()})
         runs = max((s.runs for s in self.results.cells.values()), default=0)
-        words = f"{', '.join(builds)}; {len(self.results.cells)} cells, {runs} runs each, in another order every time."
+        words = f"{', '.join(builds)}; {len(self.results.cells)} cells, {runs} runs each, in another order every time; no prompt cache."
         found = f"<p class=quiet>{text(words)} Speedups are decoding times of plain over those with drafts, prompt by prompt;"
         return found + " intervals hold 95 %, by bootstrap over prompts and runs.</p>"
 
@@ -157,7 +159,7 @@ class _Page:
                 load = r.best.load if r.best and r.on else None
                 rows.append((
                     _name(r.file), r.engine, task or "all tasks", "on" if r.on else "off", load.drafts if load else "",
-                    load.head if load else "", f"{r.expected:.2f}x", r.words,
+                    load.head if load else "", f"{r.expected:.2f}x", r.words.partition(": ")[2],
                 ))  # fmt: skip
         header = ("file", "engine", "task", "drafts", "n", "head", "expected", "why")
         flags = [f"{s.cell.load}, {s.cell.task}: {flag}" for s in self.results.cells.values() for flag in s.flags]
@@ -174,8 +176,8 @@ class _Page:
 
         def draw(axes: Any) -> None:
             values = [[float("nan") if v is None else v[0] for v in row] for row in grid]
-            bound = max(1.05, *(max(v, 2 - v) for row in values for v in row if v == v))  # noqa: PLR0124  (not NaN)
-            axes.imshow(values, cmap="PuOr_r", vmin=2 - bound, vmax=bound, aspect="auto")
+            reach = max(_LEAST_REACH, *(abs(v[0] - 1) for row in grid for v in row if v is not None))
+            axes.imshow(values, cmap="PuOr_r", vmin=1 - 1.6 * reach, vmax=1 + 1.6 * reach, aspect="auto")
             axes.grid(visible=False)
             axes.set_xticks(range(len(self.tasks)), self.tasks)
             axes.set_yticks(range(len(self.files)), [_name(f) for f in self.files])
@@ -184,7 +186,7 @@ class _Page:
                     if v is not None:
                         axes.text(x, y, f"{v[0]:.2f}x\nn = {v[1]}", ha="center", va="center", color=INK, fontsize=9)
 
-        height = 1.1 + 0.62 * len(self.files)
+        height = 1.1 + 0.7 * len(self.files)
         return plots(figure(draw, f"Best speedup over plain decoding, {engine}", 6.4, height))
 
     def _best(self, engine: str, file: str, task: str) -> tuple[float, int] | None:
@@ -197,7 +199,10 @@ class _Page:
     def _drafts(self) -> str:
         """Speedup against n, with what the models say."""
         figures = [
-            figure(self._sweep(e, f), f"{_name(f)}, {e}") for e in self.engines for f in self.files if self._rows(e, f)
+            figure(self._sweep(e, f), f"{_name(f)}, {e}", *_HALF)
+            for e in self.engines
+            for f in self.files
+            if self._rows(e, f)
         ]
         if not figures:
             return ""
@@ -261,7 +266,7 @@ class _Page:
             for file in self.files:
                 rows = [s for s in self._rows(engine, file) if s.by_position]
                 if rows:
-                    figures.append(figure(_by_position(rows), f"{_name(file)}, {engine}"))
+                    figures.append(figure(_by_position(rows), f"{_name(file)}, {engine}", *_HALF))
         return f"<h2>Acceptance by draft position</h2>{plots(*figures)}" if figures else ""
 
     def _costs(self) -> str:
@@ -354,12 +359,12 @@ class _Page:
                 f"{s.tokens_per_s.low:,.0f}-{s.tokens_per_s.high:,.0f}",
                 f"{found.value:.2f} ({found.low:.2f}-{found.high:.2f})" if found else "",
                 "" if s.acceptance is None else f"{s.acceptance:.1%}", " ".join(f"{v:.2f}" for v in s.lengths),
-                s.prompt_per_s, amount(s.peak_bytes) if s.peak_bytes else "",
+                s.prompt_per_s, "" if s.prompt_ratio is None else f"{s.prompt_ratio:.2f}", amount(s.peak_bytes) if s.peak_bytes else "",
                 "" if s.identical is None else f"{s.identical[0]}/{s.identical[1]}",
                 "" if s.first is None else s.first,
             ))  # fmt: skip
         header = ("file", "engine", "head", "n", "p-min", "slots", "task", "T", "prompt", "tok/s", "range", "speedup",
-                  "accepted", "share of steps accepting 0, 1, …", "prompt tok/s", "memory", "identical", "first differs at")  # fmt: skip
+                  "accepted", "share of steps accepting 0, 1, …", "prompt tok/s", "of plain's", "memory", "identical", "first differs at")  # fmt: skip
         return f"<h2>All cells</h2>{table(header, rows)}"
 
 

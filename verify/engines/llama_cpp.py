@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,7 @@ def _child(job_file: str, answers_file: str) -> None:
     engine = Engine(**job["engine"])
     running = start(engine)
     server = Server(running.listening_address, timeout=_TIMEOUT_S)
+    server.name = f"llama.cpp of xllamacpp {version('xllamacpp')}"  # which says its build nowhere else
     if "texts" in job:
         answer: dict[str, Any] = {"ids": [server.tokenize(text) for text in job["texts"]]}
     else:
