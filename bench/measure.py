@@ -79,8 +79,13 @@ class Options:
                     "--engine URL needs --plain-engine URL: a server cannot switch MTP off by request",
                     hint="start a second server of the same model without MTP",
                 )  # fmt: skip
-        if any(e != LLAMA_CPP for e in self.engines) and (self.slots != (1,) or self.p_mins != (0.0,)):
-            raise UsageError("--slots and --p-min are settings of llama.cpp in process", found=list(self.engines))
+        if any(e != LLAMA_CPP for e in self.engines) and list(self.p_mins) != [0.0]:
+            raise UsageError("--p-min is a setting of llama.cpp in process", found=list(self.engines))
+        if TORCH in self.engines and list(self.slots) != [1]:
+            raise UsageError("torch answers one request at a time", expected="--slots 1", found=list(self.slots))
+        for file in self.files:
+            if not file.exists():
+                raise InputError("there is no such file", file)
 
 
 def measure(options: Options, folder: Path, progress: Progress = lambda _done, _total, _what: None) -> None:
