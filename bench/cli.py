@@ -123,7 +123,8 @@ def _bench(args: argparse.Namespace) -> BenchReport:
     finally:
         progress.close()
     workloads = [Workload(f"{a:,} in, {b:,} out", a, b) for a, b in args.workload] or WORKLOADS
-    report = BenchReport(Results(Store(args.out)), workloads)
+    store = Store(args.out)
+    report = BenchReport(Results(store), workloads, store.settings)
     report.write(args.out)
     return report
 

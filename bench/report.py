@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SCHEMA = 1
 _COLOURS = (BLUE, ORANGE, "#3d8b5f", "#8a5aa8", "#b0413e", "#5b6878", "#7a7a1f", "#2f9ea3")
 _MARKS = "osD^vP*X"
 _HALF = (4.9, 3.1)  # inches; two beside each other
+_TOLD = ("tokens", "prompts", "threads", "seed")
 _LEAST_REACH = 0.05  # of colours around a speedup of 1
 PAGE, TABLE, LINES = "report.html", "results.csv", "results.jsonl"
 
@@ -43,8 +45,10 @@ WORKLOADS = (
 class BenchReport:
     """What bench-mtp prints and writes."""
 
-    def __init__(self, results: Results, workloads: Sequence[Workload] = WORKLOADS) -> None:
-        self.results, self.workloads = results, workloads
+    def __init__(
+        self, results: Results, workloads: Sequence[Workload] = WORKLOADS, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self.results, self.workloads, self.settings = results, workloads, settings or {}
         self.policy = Policy(results)
 
     def recommendations(self, task: str | None = None, workload: Workload | None = None) -> list[Recommendation]:
@@ -56,7 +60,7 @@ class BenchReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA, "cells": [row_of(s) for s in self.results.cells.values()],
+            "schema": SCHEMA, "settings": {"prompt_cache": False, **self.settings}, "cells": [row_of(s) for s in self.results.cells.values()],
             "failed": [{**c.as_json(), "error": words} for c, words in self.results.failed.items()],
             "heads": [asdict(s) for s in self.results.scores],
             "recommendations": [r.as_json() for r in self.recommendations()],
@@ -148,7 +152,8 @@ class _Page:
     def _head(self) -> str:
         builds = sorted({s.engine_build for s in self.results.cells.values()})
         runs = max((s.runs for s in self.results.cells.values()), default=0)
-        words = f"{', '.join(builds)}; {len(self.results.cells)} cells, {runs} runs each, in another order every time; no prompt cache."
+        words = f"{', '.join(builds)}; {len(self.results.cells)} cells, {runs} runs each, in another order every time; no prompt cache"
+        words += "".join(f", {name} {value}" for name, value in self.report.settings.items() if name in _TOLD) + "."
         found = f"<p class=quiet>{text(words)} Speedups are decoding times of plain over those with drafts, prompt by prompt;"
         return found + " intervals hold 95 %, by bootstrap over prompts and runs.</p>"
 
@@ -293,7 +298,7 @@ class _Page:
 
     def _heads(self) -> str:
         rows = [
-            (_name(s.file), s.head, s.task, *(f"{a / d:.1%}" if d else "" for a, d in s.counts))
+            (_name(s.file), s.head, s.task, *(_share(a, d) for a, d in s.counts))
             for s in sorted(self.results.scores, key=lambda s: (s.file, s.task, s.head))
         ]
         if not rows:
@@ -366,6 +371,14 @@ class _Page:
         header = ("file", "engine", "head", "n", "p-min", "slots", "task", "T", "prompt", "tok/s", "range", "speedup",
                   "accepted", "share of steps accepting 0, 1, …", "prompt tok/s", "of plain's", "memory", "identical", "first differs at")  # fmt: skip
         return f"<h2>All cells</h2>{table(header, rows)}"
+
+
+def _share(count: int, of: int) -> str:
+    """With twice its standard error."""
+    if not of:
+        return ""
+    share = count / of
+    return f"{share:.1%} ± {2 * math.sqrt(share * (1 - share) / of):.1%}"
 
 
 def _by_position(rows: Sequence[CellStats]) -> Callable[[Any], None]:

@@ -125,6 +125,11 @@ class Store:
                 )  # fmt: skip
         self._drop_torn_line()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all results have in common."""
+        return read_json_object(self.folder / SETTINGS)
+
     def append(self, item: Record | Cost | HeadScore) -> None:
         line = json.dumps(item.as_json(), separators=(",", ":")) + "\n"
         with os_errors("cannot write the results", self.file), self.file.open("a", encoding="utf-8") as out:

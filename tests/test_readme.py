@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from bench import cli as bench_cli
 from converter import cli
 from tests.conftest import ROOT
 from verify import calibrate
@@ -19,11 +20,11 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if line.startswith(("convert-mtp", "inspect-mtp", "calibrate-mtp", "verify-mtp"))
+    if line.startswith(("convert-mtp", "inspect-mtp", "calibrate-mtp", "verify-mtp", "bench-mtp", "recommend-mtp"))
 ]
 MAINS = {
     "convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main, "calibrate-mtp": calibrate.main,
-    "verify-mtp": verify_cli.main,
+    "verify-mtp": verify_cli.main, "bench-mtp": bench_cli.bench_main, "recommend-mtp": bench_cli.recommend_main,
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_commands_for_the_example(tmp_path, monkeypatch) -> None:
     """In the page's order, in a folder that has the example."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    assert [MAINS[c[0]](c[1:]) for c in HERE] == [0] * 11
+    assert [MAINS[c[0]](c[1:]) for c in HERE] == [0] * 13
 
 
 def test_python_block(tmp_path, monkeypatch, capsys) -> None:

@@ -17,6 +17,8 @@ from bench.store import Cost, HeadScore, Record, Store
 from bench.summary import Results
 from tests.conftest import EXAMPLE, checkpoint
 from tests.verify.test_http_engine import llama_server
+from verify.engines.base import Request
+from verify.engines.llama_cpp import Engine, run
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
 
@@ -63,8 +65,18 @@ def test_steps_were_costed(folder: Path) -> None:
     """By made-up acceptance, for every file and head; more drafts cost more."""
     costs = Results(Store(folder)).costs
     assert len(costs) == 2 * 2 * 2
-    assert all(0 < c.step_s[0] < c.step_s[1] for c in costs)
-    assert all(c.draft_s for c in costs)
+    assert all(s > 0 for c in costs for s in c.step_s.values())
+    assert sum(c.step_s[0] for c in costs) < sum(c.step_s[2] for c in costs)
+    assert any(c.draft_s for c in costs)
+
+
+@pytest.mark.parametrize(("rates", "share"), [((0.0, 0.0), 0), ((1.0, 1.0), 1)])
+def test_acceptance_that_is_made_up(conversions, rates: tuple[float, ...], share: int) -> None:
+    """The engine accepts nothing, or everything, as it is told: what steps cost is measured with the first."""
+    engine = Engine(str(conversions("dense", "bundled") / "BF16.gguf"), drafts=2, synthetic=rates)
+    found = run(engine, [Request((5, 6, 7), 21)])
+    assert found.drafted
+    assert found.accepted == share * found.drafted
 
 
 def test_heads_were_judged_on_one_trunk(folder: Path) -> None:
@@ -187,8 +199,11 @@ def test_engines_side_by_side(conversions, tmp_path: Path, capsys) -> None:
             str(file), "--engine", "llama.cpp", "--engine", drafting, "--plain-engine", plain, "--tasks", "code", "--drafts", "2",
             "--runs", "1", "--no-costs", "-o", str(tmp_path), "--json", *SMALL,
         ])  # fmt: skip
-    cells = json.loads(capsys.readouterr().out)["cells"]
+    report = json.loads(capsys.readouterr().out)
+    cells = report["cells"]
     assert code == 0
+    assert report["settings"]["prompt_cache"] is False
+    assert report["settings"]["tokens"] == 24
     assert len(cells) == 4
     mine, theirs = (next(c for c in cells if c["drafts"] and c["engine"].startswith(e)) for e in ("llama.cpp", "http"))
     assert theirs["identical"] == mine["identical"] == 2
