@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.matrix import LLAMA_CPP, OWN, TORCH, Axes, Cell, Load, rounds
-from bench.runners import LlamaCpp, Runner, Torch, runner
+from bench.runners import LlamaCpp, Runner, Torch, Url, runner_of
 from bench.store import Cost, HeadScore, Record, Store
 from converter.errors import EnvironmentFailure, InputError, ToolError, UsageError
 from converter.gguf_model import GGUFModel, open_gguf
@@ -113,7 +113,7 @@ class _Measurement:
         self.prompts = {_task(name): self._ids(parts) for name, parts in texts.items()}
         self.sidecars = self._heads()
         self.runners: dict[str, Runner] = {
-            e: runner(e, options.plain_engine, self.sidecars, self.context, self.threads, options.device)
+            e: runner_of(e, options.plain_engine, self.sidecars, self.context, self.threads, options.device)
             for e in options.engines
         }
         self._scores()
@@ -141,10 +141,12 @@ class _Measurement:
         options = self.options
         found: list[Load] = []
         for engine in options.engines:
-            is_url = "://" in engine
+            runner = self.runners[engine]
+            is_url = isinstance(runner, Url)
+            own = [runner.drafts(next(iter(self.prompts.values()))[0])] if is_url else options.drafts
             axes = Axes(
                 [engine], list(self.models)[:1] if is_url else list(self.models), [OWN] if is_url else self.head_names,
-                [1] if is_url else options.drafts, (), p_mins=options.p_mins, slots=options.slots,
+                own, (), p_mins=options.p_mins, slots=options.slots,
             )  # fmt: skip
             found += axes.loads()
         return found

@@ -17,6 +17,7 @@ from verify.engines.llama_cpp import Engine, run_batches
 if TYPE_CHECKING:
     from verify.models.qwen35 import Qwen35
 
+_PROBE_TOKENS = 16
 Batches = Sequence[Sequence[Request]]
 
 
@@ -54,6 +55,13 @@ class Url:
     @cached_property
     def _servers(self) -> tuple[Server, Server]:
         return Server(self.url), Server(self.plain_url)
+
+    def drafts(self, prompt: Sequence[int]) -> int:
+        """Per step, as many as its counters have positions after an answer; 1 where it has none."""
+        drafting, _ = self._servers
+        drafting.complete(Request(tuple(prompt), _PROBE_TOKENS))
+        counts = drafting.counts()
+        return max(1, len(counts.by_position)) if counts else 1
 
     def run(self, load: Load, batches: Batches, warm_up: Sequence[Request]) -> list[Run]:
         drafting, plain = self._servers
@@ -141,7 +149,7 @@ class _Timed:
             self.drafter.accept(hidden, tokens)
 
 
-def runner(
+def runner_of(
     engine: str, plain_url: str | None, sidecars: Mapping[tuple[str, str], Path | None], context: int, threads: int,
     device: str,
 ) -> Runner:  # fmt: skip

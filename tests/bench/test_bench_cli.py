@@ -206,6 +206,7 @@ def test_engines_side_by_side(conversions, tmp_path: Path, capsys) -> None:
     assert report["settings"]["tokens"] == 24
     assert len(cells) == 4
     mine, theirs = (next(c for c in cells if c["drafts"] and c["engine"].startswith(e)) for e in ("llama.cpp", "http"))
+    assert theirs["drafts"] == 2
     assert theirs["identical"] == mine["identical"] == 2
     assert theirs["acceptance"] == pytest.approx(mine["acceptance"], abs=0.1)
     page = (tmp_path / "report.html").read_text()

@@ -75,12 +75,22 @@ def test_wrong_usage_is_2(arguments: list[str], capsys) -> None:
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["convert_main", "inspect_main"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "converter.cli.convert_main",
+        "converter.cli.inspect_main",
+        "verify.cli.main",
+        "bench.cli.bench_main",
+        "bench.cli.recommend_main",
+    ],
+)
 def test_help_imports_nothing_heavy(command: str) -> None:
     """llvmlite, numpy, gguf and tqdm stay out of --help, and of importing the packages."""
     script = (
-        f"import sys\nfrom converter.cli import {command}\nimport quant, converter, verify\n"
-        f"try:\n    {command}(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"import sys\nfrom {command.rpartition('.')[0]} import {command.rpartition('.')[2]} as main\n"
+        "import quant, converter, verify, bench\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print([m for m in ('numpy', 'llvmlite', 'gguf', 'tqdm', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
