@@ -48,13 +48,15 @@ class Job:
     @property
     def source_row_bytes(self) -> int:
         """Bytes that are read for a row."""
+        if not self.sources:
+            return 0
         source = self.sources[0]
         return (source.shape[-1] if self.copies else self.row_length) * source.itemsize
 
     @property
     def copies(self) -> bool:
         """Whether the sources hold finished blocks, which go to the files as they are."""
-        return self.sources[0].dtype == RAW
+        return bool(self.sources) and self.sources[0].dtype == RAW
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,17 @@ class Work:
 
 def make_jobs(plan: Plan) -> list[Job]:
     """Every source tensor once, with all places it goes to, in the order of the files."""
-    targets: dict[str, list[tuple[int, PlannedTensor]]] = defaultdict(list)
+    targets: dict[tuple[str, tuple[TensorInfo, ...]], list[tuple[int, PlannedTensor]]] = defaultdict(list)
     for i, file in enumerate(plan.files):
-        for tensor in file.tensors:
-            targets[tensor.entry.name].append((i, tensor))
+        for tensor in file.tensors:  # a target and its drafter have tensors of the same names
+            targets[tensor.entry.name, tensor.sources].append((i, tensor))
     return [Job(t[0][1].rule, t[0][1].sources, tuple(t)) for t in targets.values()]
 
 
 def _read(job: Job, rows: np.ndarray, checkpoint: Checkpoint, device: Device) -> np.ndarray:
     """The source rows of these result rows, in result order and stored dtype: [rows, row length]."""
+    if not job.sources:
+        return np.array(job.rule.made, np.float32).reshape(-1, job.row_length)[rows]
     raw = device.empty((len(rows), job.row_length), _DTYPES[job.sources[0].dtype])
     row_bytes = raw.strides[0]
     for source, first, begin, stop in _runs(job, rows):

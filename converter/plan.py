@@ -186,7 +186,9 @@ def make_plan(model: Model, out: Path, options: Options) -> Plan:
     target = _target(out, model)
     trunks = _trunk_mixes(options, target)
     overrides = _Overrides(options.tensor_types)
-    tokenizer = load_tokenizer(model.config, model.table.vocabulary, options.pre_tokenizer)
+    tokenizer = load_tokenizer(
+        model.config, model.table.vocabulary, options.pre_tokenizer, model.architecture.tokenizer
+    )
     importance = _Importance(model, options)
     draft = _Draft(model, overrides, tokenizer.keys, options.name, importance)
     files: list[PlannedFile] = []

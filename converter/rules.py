@@ -26,7 +26,7 @@ class Rule:
 
     sources: canonical names, `{expert}` order where several are stacked on a new first axis. shape: of one source, in
     torch order. duplicates: the GGUF tensor that this one is dropped for when both have the same bytes. known_wrong:
-    shapes that tell a story, with the story. Which type it gets is not decided here but by the mix.
+    shapes that tell a story, with the story. made: the values of a vector that no source holds. Which type it gets is not decided here but by the mix.
     """
 
     target: str
@@ -36,6 +36,7 @@ class Rule:
     role: Role = Role.TRUNK
     duplicates: str | None = None
     known_wrong: Mapping[Shape, str] = field(default_factory=dict)
+    made: tuple[float, ...] = ()
 
     @property
     def target_shape(self) -> Shape:
@@ -82,7 +83,9 @@ class Architecture:
     """A family's conversion; `converter.archs` finds it by the Hugging Face class name.
 
     table: from config and canonical source names, everything that must be there. head_input: which of
-    the trunk's states feeds the head. most_head_layers: what the engine's graph can run.
+    the trunk's states feeds the head. most_head_layers: what the engine's graph can run. tokenizer: the engine's name
+    for its kind. drafts_for: GGUF name of the architecture whose drafter this is; check_pair(drafter, target) raises
+    CheckpointError where two configs do not belong together.
     """
 
     name: str
@@ -91,3 +94,6 @@ class Architecture:
     table: Callable[[Config, Collection[str]], Table]
     head_input: str
     most_head_layers: int
+    tokenizer: str = "gpt2"
+    drafts_for: str | None = None
+    check_pair: Callable[[Config, Config], None] | None = None

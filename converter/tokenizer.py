@@ -25,6 +25,14 @@ PRE_TOKENIZERS = {
 # Special tokens that GGUF has a key for; "seperator" is the format's spelling.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 _LOOKS_CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>|<pad>|<mask>|<unused\d*>", re.DOTALL)
+BYTE_LEVEL, GEMMA4 = "gpt2", "gemma4"  # the engine's names
+_NO_SCORE = -1000.0  # BPE ranks by its merges
+_SPACE_IN_WORDS = "\u2581"
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_FILLED = re.compile(r"\[PAD\d+\]")
+_VISIBLE = {
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+}  # fmt: skip
 _SPACE_IN_BYTES = "\u0120"  # a space in the byte-level alphabet
 
 
@@ -35,6 +43,7 @@ class TokenType(IntEnum):
     CONTROL = 3
     USER_DEFINED = 4
     UNUSED = 5
+    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,13 @@ class Tokenizer:
     notes: list[str] = field(default_factory=list)
 
 
-def load_tokenizer(config: Config, vocabulary: int, pre_tokenizer: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    config: Config, vocabulary: int, pre_tokenizer: str | None = None, kind: str = BYTE_LEVEL
+) -> Tokenizer:
     """Read the tokenizer of a model folder into GGUF keys.
 
     vocabulary: rows of the embedding; the token list is filled up to it. pre_tokenizer: the engine's name for it, where
-    the user knows better. Raises TokenizerError, and UnsupportedError for an unknown pre-tokenizer.
+    the user knows better. kind: BYTE_LEVEL or GEMMA4, as the architecture has it. Raises TokenizerError, and UnsupportedError for an unknown pre-tokenizer.
     """
     folder = config.file.parent
     file = folder / "tokenizer.json"
@@ -70,23 +81,90 @@ def load_tokenizer(config: Config, vocabulary: int, pre_tokenizer: str | None = 
     model = tokenizer.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         found = model.get("type") if isinstance(model, dict) else None
-        raise UnsupportedError("only byte-level BPE tokenizers are supported", file, expected="BPE", found=found)
+        raise UnsupportedError("only BPE tokenizers are supported", file, expected="BPE", found=found)
     added = _added_tokens(tokenizer, settings, file)
-    pre = pre_tokenizer or _pre_tokenizer(tokenizer, file)
     tokens, types = _token_list(model["vocab"], added, vocabulary, file)
     templates, notes = _chat_templates(folder, settings)
-    keys = [
-        text("tokenizer.ggml.model", "gpt2"),
-        text("tokenizer.ggml.pre", pre),
-        array("tokenizer.ggml.tokens", ValueType.STRING, tokens),
-        array("tokenizer.ggml.token_type", ValueType.INT32, types),
-    ]
+    keys = [text("tokenizer.ggml.model", kind)]
+    if kind == GEMMA4:
+        _refuse_other_than_gemma4(tokenizer, file)
+        types = _gemma4_types(tokens, added, settings)
+        keys += [
+            array("tokenizer.ggml.tokens", ValueType.STRING, tokens),
+            array("tokenizer.ggml.scores", ValueType.FLOAT32, [_NO_SCORE] * len(tokens)),
+        ]
+    else:
+        keys.append(text("tokenizer.ggml.pre", pre_tokenizer or _pre_tokenizer(tokenizer, file)))
+        keys.append(array("tokenizer.ggml.tokens", ValueType.STRING, tokens))
+    keys.append(array("tokenizer.ggml.token_type", ValueType.INT32, types))
     merges = _merges(model.get("merges"), folder, file)
     if merges:
         keys.append(array("tokenizer.ggml.merges", ValueType.STRING, merges))
     keys += _special_ids(settings, config, added, vocabulary)
-    keys += _add_flags(tokenizer.get("post_processor"), settings)
+    if kind == GEMMA4:
+        keys += [
+            flag(f"tokenizer.ggml.{name}", value=on)
+            for name, on in (("add_space_prefix", False), ("add_bos_token", True))
+        ]
+        keys += _suppressed(folder)
+    else:
+        keys += _add_flags(tokenizer.get("post_processor"), settings)
     return Tokenizer(keys + templates, notes)
+
+
+def _refuse_other_than_gemma4(tokenizer: dict[str, Any], file: Path) -> None:
+    """Spaces become U+2581, and what has no token is spelt in bytes: that is what the engine does."""
+    normalizer, fallback = tokenizer.get("normalizer"), tokenizer["model"].get("byte_fallback")
+    wanted = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_IN_WORDS}
+    if normalizer != wanted or not fallback:
+        raise UnsupportedError(
+            "this is not Gemma 4's tokenizer", file, expected="spaces replaced by U+2581, byte_fallback",
+            found=f"normalizer {repr(normalizer)[:200]}, byte_fallback {fallback}",
+        )  # fmt: skip
+
+
+def _gemma4_types(tokens: list[str], added: list[Added], settings: dict[str, Any]) -> list[int]:
+    """Control are only special tokens that tokenizer_config.json names; what else was added is user-defined.
+
+    So are those that chat parsers must see, named or not.
+    """
+    control = set(_named_special(settings)) - _VISIBLE
+    beside = {token.content for token in added}
+    ids = {token.id for token in added}
+
+    def kind(i: int, content: str) -> TokenType:
+        if _BYTE.fullmatch(content):
+            return TokenType.BYTE
+        if content in control:
+            return TokenType.CONTROL
+        if content in beside and i in ids:
+            return TokenType.USER_DEFINED
+        return TokenType.UNUSED if _FILLED.fullmatch(content) else TokenType.NORMAL
+
+    return [int(kind(i, content)) for i, content in enumerate(tokens)]
+
+
+def _named_special(settings: dict[str, Any]) -> Iterator[str]:
+    """Contents of all special tokens in tokenizer_config.json."""
+    more = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
+    entries = [v for k, v in settings.items() if k.endswith("_token") and not k.startswith("add_")]
+    for listed in more:
+        entries += listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else []
+    for entry in entries:
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(content, str):
+            yield content
+
+
+def _suppressed(folder: Path) -> list[KeyValue]:
+    """Tokens that are never to be generated, of generation_config.json."""
+    file = folder / "generation_config.json"
+    listed = read_json_object(file, TokenizerError).get("suppress_tokens") if file.is_file() else None
+    if not listed:
+        return []
+    if not isinstance(listed, list) or not all(type(t) is int for t in listed):
+        raise TokenizerError("suppress_tokens is not a list of ids", file, found=repr(listed)[:200])
+    return [array("tokenizer.ggml.suppress_tokens", ValueType.INT32, listed)]
 
 
 def _added_tokens(tokenizer: dict[str, Any], settings: dict[str, Any], file: Path) -> list[Added]:

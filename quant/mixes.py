@@ -58,7 +58,7 @@ _FALLBACK = {
 _ONE_STEP_UP = {"Q3_K": "Q4_K", "Q4_K": "Q5_K", "Q5_K": "Q6_K", "Q6_K": "Q8_0"}
 _SENSITIVE_IN_HEAD = ("nextn.eh_proj", "attn_v.", "ffn_down")
 # Names that llama-quantize never quantizes, of those that models here have.
-_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d")
+_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "per_layer_model_proj")
 
 
 def mix(name: str) -> Mix:

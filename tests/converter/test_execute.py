@@ -177,7 +177,7 @@ def test_not_enough_space_is_seen_before_work(tmp_path: Path, monkeypatch) -> No
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 sys.path.insert(0, {root!r})
 from converter import execute
 from converter.cli import convert_main
@@ -186,6 +186,7 @@ def slow(*args):
     time.sleep(0.5)
     return run(*args)
 execute.Work.run = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background inherits that it is ignored
 sys.exit(convert_main(sys.argv[1:]))
 """
 
