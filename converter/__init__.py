@@ -22,6 +22,8 @@ def convert(
     types: Sequence[str] = (),
     mtp_type: str | None = None,
     mtp: str = "bundled",
+    assistant: str | Path | None = None,
+    target: str | Path | None = None,
     tensor_types: Sequence[str] = (),
     pre_tokenizer: str | None = None,
     name: str | None = None,
@@ -46,8 +48,10 @@ def convert(
     Hub, such as "Qwen/Qwen3.6-27B"; or a GGUF file, any part of a split one, of which tensors are copied as they are.
     out: file name, with {type} for several types, or a folder. types: mixes such as "Q4_K_M"; empty for the one in the
     file name, else Q4_K_M. mtp_type: the head's mix, "match" for the trunk's; None for Q8_0 or the trunk's if that
-    keeps more bits. mtp: "bundled", "sidecar", "only" or "none". tensor_types: "REGEX=TYPE" over GGUF names, the last
-    match wins. revision: branch, tag or commit on the Hub. stream: read the shards there instead of downloading them
+    keeps more bits. mtp: "bundled", "sidecar", "only" or "none". assistant: the
+    drafter of a model whose head is a checkpoint of its own, such as Gemma 4's; it goes into a sidecar. target: of a
+    drafter that is converted alone, to check that they belong together. tensor_types: "REGEX=TYPE" over GGUF names, the
+    last match wins. revision: branch, tag or commit on the Hub. stream: read the shards there instead of downloading them
     first; a dry run does that too. imatrix: an importance matrix of llama-imatrix, GGUF or .dat. mtp_imatrix: another one for tensors of the head that it does not
     have, or "auto" to record that with calibrate-mtp first (needs the extra [verify]). split_max_size, split_max_tensors:
     cut files into parts of at most so many bytes of tensors, so many tensors. device: where to quantize,
@@ -75,11 +79,18 @@ def convert(
     if stream and mtp_imatrix == AUTO:
         raise UsageError("--mtp-imatrix auto runs the model, for which it must be downloaded", hint="without --stream")
     headers_are_enough = dry_run and mtp_imatrix != AUTO and is_hub_id(model)
-    located = locate(model, revision=revision, stream=stream or headers_are_enough, notify=notify)
+
+    def found(what: str | Path, revision: str | None = None) -> Located:
+        return locate(what, revision=revision, stream=stream or (headers_are_enough and is_hub_id(what)), notify=notify)
+
+    located = found(model, revision)
+    drafter = found(assistant) if assistant is not None else None
     place = open_device(device)
     crew = open_executor(executor, workers or place.workers)
     started = time.monotonic()
-    plan, checkpoint = _plan(located, Path(out), options, mtp_imatrix)
+    plan, checkpoint = _plan(located, Path(out), options, mtp_imatrix, drafter)
+    if target is not None:
+        _check_target(located, found(target))
     try:
         plan = split_plan(plan, Limits(split_max_size, split_max_tensors))
         if dry_run:
@@ -95,12 +106,26 @@ def convert(
     )  # fmt: skip
 
 
-def _plan(located: Located, out: Path, options: Options, mtp_imatrix: str | Path | None) -> tuple[Plan, Checkpoint]:
+def _check_target(drafter: Located, target: Located) -> None:
+    from converter.model import read_model
+    from converter.plan import refuse_strangers
+
+    models = [read_model(located.path, files=located.files) for located in (drafter, target)]
+    try:
+        refuse_strangers(*models)
+    finally:
+        for model in models:
+            model.close()
+
+
+def _plan(
+    located: Located, out: Path, options: Options, mtp_imatrix: str | Path | None, drafter: Located | None
+) -> tuple[Plan, Checkpoint]:
     """What to write, and what to read it from: a GGUF model that is packed anew, or a model folder."""
     from dataclasses import replace
 
     from converter.calibration import head_importance
-    from converter.checkpoint import require_folder
+    from converter.checkpoint import join, require_folder
     from converter.errors import UsageError
     from converter.gguf_model import is_gguf, open_gguf
     from converter.model import read_model
@@ -109,7 +134,7 @@ def _plan(located: Located, out: Path, options: Options, mtp_imatrix: str | Path
 
     model = located.path
     if is_gguf(model):
-        if mtp_imatrix or options != Options(packaging=options.packaging):
+        if drafter is not None or mtp_imatrix or options != Options(packaging=options.packaging):
             raise UsageError(
                 "a GGUF file is packed anew as it is, without quantizing", model, expected="--mtp and --split options only",
                 hint="convert from the source checkpoint for another type",
@@ -119,7 +144,10 @@ def _plan(located: Located, out: Path, options: Options, mtp_imatrix: str | Path
     options = replace(options, head_importance=head_importance(model, mtp_imatrix))
     source = read_model(model, with_head=options.packaging is not Packaging.NONE, files=located.files)
     try:
-        return make_plan(source, out, options), source.checkpoint
+        if drafter is None:
+            return make_plan(source, out, options), source.checkpoint
+        assistant = read_model(drafter.path, files=drafter.files)
+        return make_plan(source, out, options, assistant), join(source.checkpoint, assistant.checkpoint)
     except BaseException:
         source.close()
         raise

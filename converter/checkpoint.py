@@ -184,6 +184,39 @@ class Checkpoint:
         self.files.close()
 
 
+class JoinedFiles:
+    """Shards of several models, told apart by their folders: for reading alone, after all headers were read."""
+
+    def __init__(self, files: Mapping[Path, ShardFiles]) -> None:
+        self._of = dict(files)
+
+    def names(self) -> list[str]:
+        return sorted({name for files in self._of.values() for name in files.names()})
+
+    def check(self, file: Path) -> None:
+        self._of[file.parent].check(file)
+
+    def size(self, file: Path) -> int:
+        return self._of[file.parent].size(file)
+
+    def stamp(self, file: Path) -> str:
+        return self._of[file.parent].stamp(file)
+
+    def read(self, file: Path, position: int, view: memoryview) -> int:
+        return self._of[file.parent].read(file, position, view)
+
+    def close(self) -> None:
+        for files in self._of.values():
+            files.close()
+
+
+def join(first: Checkpoint, *others: Checkpoint) -> Checkpoint:
+    """What reads the tensors of all; names may repeat, so the tensors themselves stay with each."""
+    everyone = (first, *others)
+    ids = {file: i for checkpoint in everyone for file, i in checkpoint.ids.items()}
+    return Checkpoint(first.folder, JoinedFiles({c.folder: c.files for c in everyone}), {}, ids=ids)
+
+
 def open_checkpoint(folder: Path, files: ShardFiles | None = None) -> Checkpoint:
     """Read the headers of all shards of a model and check them against sizes and index.
 

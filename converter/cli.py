@@ -33,6 +33,12 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mtp-type", metavar="T|match", help="type of the head (default: Q8_0, or the trunk's if that keeps more bits)"
     )
+    parser.add_argument(
+        "--assistant",
+        metavar="MODEL",
+        help="the drafter's own checkpoint, of models that have one: Gemma 4's assistant",
+    )
+    parser.add_argument("--target", metavar="MODEL", help="for MODEL a drafter: check that it belongs to this target")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--mtp", choices=("bundled", "sidecar", "only", "none"), default="bundled",
@@ -116,6 +122,7 @@ def _convert(args: argparse.Namespace) -> ConversionReport:
     try:
         return convert(
             args.model, args.out, types=[t for t in args.type.split(",") if t], mtp_type=args.mtp_type, mtp=args.mtp,
+            assistant=args.assistant, target=args.target,
             tensor_types=args.tensor_type, pre_tokenizer=args.pre_tokenizer, name=args.name, revision=args.revision,
             stream=args.stream, imatrix=args.imatrix, mtp_imatrix=args.mtp_imatrix, split_max_size=args.split_max_size,
             split_max_tensors=args.split_max_tensors, workers=args.workers, executor=args.executor, device=args.device,

@@ -36,7 +36,11 @@ class Identity:
         from importlib.metadata import version
 
         used = {s.file for f in plan.files for t in f.tensors for s in t.sources}
-        ids = {file.name: checkpoint.ids[file] for file in sorted(used)}
+        folders = {file.parent for file in used}
+        ids = {
+            (file.name if len(folders) == 1 else f"{file.parent.name}/{file.name}"): checkpoint.ids[file]
+            for file in sorted(used)
+        }
         sources = {name: [i.size, i.stamp, i.header_sha256] for name, i in ids.items()}
         return cls(version("convert-mtp"), plan.digest(), sources)
 

@@ -21,6 +21,7 @@ from converter.rules import Architecture, Role, Rule, Table
 
 # Keys by which configs of different families announce a head.
 _ANNOUNCING = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+SEPARATE_DRAFTER = "the drafter of this model is a checkpoint of its own: --assistant MODEL converts it as well"
 READABLE = ("BF16", "F16", "F32")
 _COMPARE_BYTES = 16 * 2**20
 
@@ -173,7 +174,9 @@ def _refuse_broken_promise(config: Config, table: Table) -> None:
 def _compare_announcement(config: Config, table: Table, notes: list[str]) -> None:
     key, announced = _announced(config)
     found = table.head_layers
-    if not found:
+    if not found and archs.drafter_of(archs.find(config).name):
+        notes.append(SEPARATE_DRAFTER)
+    elif not found:
         notes.append("this model has no MTP head")
     elif not announced:
         notes.append(

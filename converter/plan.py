@@ -23,7 +23,7 @@ from converter.files import model_name
 from converter.gguf_file import MAX_NAME, KeyValue, TensorEntry, entries_in_order, header_bytes, pad, text, u32
 from converter.imatrix import ImportanceMatrix, read_imatrix
 from converter.metadata import card_keys, file_keys, size_label
-from converter.model import Model
+from converter.model import SEPARATE_DRAFTER, Model
 from converter.rules import Role, Rule
 from converter.tokenizer import load_tokenizer
 from quant import BlockType, UnknownTypeError, block_type
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TYPE = "Q4_K_M"
 DEFAULT_HEAD = "Q8_0"
+DRAFTER = "drafter"  # kind of a file: a whole small model that drafts for another one
 MATCH = "match"
 _SIDECAR_PREFIX = "mtp-"  # by which engines and front ends find a sidecar
 
@@ -92,7 +93,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One output file: name, metadata, tensors with their offsets. kind: bundled, trunk or sidecar."""
+    """One output file: name, metadata, tensors with their offsets. kind: bundled, trunk, sidecar or drafter."""
 
     path: Path
     kind: str
@@ -178,8 +179,13 @@ def _tensor_json(tensor: PlannedTensor) -> dict[str, Any]:
     }
 
 
-def make_plan(model: Model, out: Path, options: Options) -> Plan:
-    """Decide everything. Raises UsageError for options that cannot be meant, ToolError for input that cannot be."""
+def make_plan(model: Model, out: Path, options: Options, assistant: Model | None = None) -> Plan:
+    """Decide everything. Raises UsageError for options that cannot be meant, ToolError for input that cannot be.
+
+    assistant: a drafter with a checkpoint of its own, which becomes the sidecar.
+    """
+    if assistant is not None:
+        return _plan_pair(model, assistant, out, options)
     has_head = model.head_layers > 0 and options.packaging is not Packaging.NONE
     if not has_head and options.packaging in {Packaging.SIDECAR, Packaging.ONLY}:
         raise CheckpointError("there is no MTP head to put into a file of its own", model.folder)
@@ -208,6 +214,53 @@ def make_plan(model: Model, out: Path, options: Options) -> Plan:
     )  # fmt: skip
 
 
+def _plan_pair(target: Model, drafter: Model, out: Path, options: Options) -> Plan:
+    """A target and its drafter: the target's files, and beside them the drafter's in every type that is wanted.
+
+    A drafter cannot be bundled: "bundled" and "sidecar" are the same here, "only" is the drafter alone.
+    """
+    refuse_strangers(drafter, target)
+    alone = replace(options, packaging=Packaging.NONE, mtp_type=None)
+    if options.packaging is Packaging.ONLY:
+        types = (options.mtp_type,) if options.mtp_type and not options.types else options.types
+        return make_plan(drafter, out, replace(alone, types=types))
+    plans = [make_plan(target, out, alone)]
+    if options.packaging is not Packaging.NONE:
+        where = _target(out, target)
+        heads = {
+            (head := _head_mix(options, m)).name: sidecar_path(where, m.name, head.name)
+            for m in _trunk_mixes(options, where)
+        }
+        for name, path in heads.items():
+            plans.append(make_plan(drafter, path, Options(types=(name,), packaging=Packaging.NONE)))
+    files = [file for plan in plans for file in plan.files]
+    notes = list(dict.fromkeys(n for plan in plans for n in plan.notes if n != SEPARATE_DRAFTER or len(plans) == 1))
+    return replace(plans[0], files=files, notes=notes)
+
+
+def refuse_strangers(drafter: Model, target: Model) -> None:
+    """Raise CheckpointError where a drafter was not made for a target."""
+    if drafter.architecture.drafts_for != target.architecture.name:
+        raise CheckpointError(
+            "this is no drafter for that model", drafter.folder,
+            expected=f"a drafter of {target.architecture.name}", found=drafter.architecture.name,
+        )  # fmt: skip
+    assert drafter.architecture.check_pair is not None
+    drafter.architecture.check_pair(drafter.config, target.config)
+    words = [_words(m) for m in (target, drafter)]
+    different = next((i for i, (a, b) in enumerate(zip(*words, strict=False)) if a != b), None)
+    if different is not None:
+        raise CheckpointError(
+            f"this drafter does not belong to the target: token {different}", drafter.folder / "tokenizer.json",
+            expected=repr(words[0][different]), found=repr(words[1][different]), hint="take the assistant of the same model",
+        )  # fmt: skip
+
+
+def _words(model: Model) -> list[str]:
+    keys = load_tokenizer(model.config, model.table.vocabulary, kind=model.architecture.tokenizer).keys
+    return next(k.value for k in keys if k.key == "tokenizer.ggml.tokens")
+
+
 class _Draft:
     """Builds the files of one model; what they share is worked out once."""
 
@@ -223,7 +276,9 @@ class _Draft:
             yield self.sidecar(Path(str(target).replace("{type}", head.name)), head)
             return
         path = Path(str(target).replace("{type}", trunk.name))
-        if head is None or packaging is Packaging.SIDECAR:
+        if self.model.architecture.drafts_for:
+            yield self.file(path, DRAFTER, trunk, None, (Role.SHARED, Role.TRUNK))
+        elif head is None or packaging is Packaging.SIDECAR:
             yield self.file(path, "trunk", trunk, None, (Role.SHARED, Role.TRUNK))
         else:
             yield self.file(path, "bundled", trunk, head, (Role.SHARED, Role.TRUNK, Role.MTP))
@@ -443,12 +498,12 @@ def name_notes(files: list[PlannedFile]) -> list[str]:
     notes = [
         f"{f.path.name}: engines take a name with '{_SIDECAR_PREFIX}' for a sidecar; write MTP in capitals"
         for f in files
-        if f.kind != "sidecar" and _SIDECAR_PREFIX in f.path.name
+        if f.kind not in {"sidecar", DRAFTER} and _SIDECAR_PREFIX in f.path.name
     ]
     notes += [
         f"{f.path.name}: engines find a sidecar by the prefix '{_SIDECAR_PREFIX}'"
         for f in files
-        if f.kind == "sidecar" and not f.path.name.startswith(_SIDECAR_PREFIX)
+        if f.kind in {"sidecar", DRAFTER} and not f.path.name.startswith(_SIDECAR_PREFIX)
     ]
     too_long = [t.entry.name for f in files for t in f.tensors if len(t.entry.name) > MAX_NAME]
     assert not too_long, too_long

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from converter.console import amount
-from converter.plan import Plan, PlannedFile
+from converter.plan import DRAFTER, Plan, PlannedFile
 from converter.rules import Role
 
 SCHEMA = 1
@@ -69,7 +69,7 @@ class ConversionReport:
 def _shares(files: Sequence[PlannedFile]) -> dict[str, dict[str, tuple[int, int, int]]]:
     """For trunk and head: by type (tensors, bytes, values). A sidecar's copies of trunk tensors count as "copies"."""
     shares: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
-    trunk = "copies of the trunk's" if files[0].kind == "sidecar" else "trunk"
+    trunk = {"sidecar": "copies of the trunk's", DRAFTER: DRAFTER}.get(files[0].kind, "trunk")
     for tensor in (t for f in files for t in f.tensors):
         part = "head" if tensor.rule.role is Role.MTP else trunk
         values = tensor.entry.nbytes // tensor.type.nbytes * tensor.type.block

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from converter.errors import UnsupportedError, UsageError
 from converter.gguf_file import KeyValue, ValueType, entries_in_order, pad
-from converter.plan import Part, Plan, PlannedFile, PlannedTensor
+from converter.plan import DRAFTER, Part, Plan, PlannedFile, PlannedTensor
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}  # decimal, as in llama.cpp's own tool
 _MOST_PARTS = 2**16 - 1  # split.count is a u16
@@ -44,7 +44,9 @@ def split_plan(plan: Plan, limits: Limits) -> Plan:
         t.entry.name for f in files for t in f.tensors if f.part and limits.size and t.entry.nbytes > limits.size
     })  # fmt: skip
     notes = [f"larger than --split-max-size by themselves: {', '.join(large)}"] if large else []
-    whole = [f.path.name for f in files if f.kind == "sidecar" and limits.size and f.data_bytes > limits.size]
+    whole = [
+        f.path.name for f in files if f.kind in {"sidecar", DRAFTER} and limits.size and f.data_bytes > limits.size
+    ]
     notes += [f"{name}: sidecars are not split, engines look for the head in the first part only" for name in whole]
     return replace(plan, files=files, notes=[*plan.notes, *notes])
 
@@ -55,7 +57,7 @@ def part_path(path: Path, number: int, count: int) -> Path:
 
 
 def _split(file: PlannedFile, limits: Limits) -> list[PlannedFile]:
-    groups = [file.tensors] if file.kind == "sidecar" else list(_groups(file.tensors, limits))
+    groups = [file.tensors] if file.kind in {"sidecar", DRAFTER} else list(_groups(file.tensors, limits))
     if len(groups) == 1:
         return [file]
     if len(groups) > _MOST_PARTS:

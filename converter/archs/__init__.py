@@ -33,6 +33,11 @@ def find(config: Config) -> Architecture:
     return found
 
 
+def drafter_of(name: str) -> Architecture | None:
+    """The architecture of drafters for targets of this GGUF name, where they have a checkpoint of their own."""
+    return next((a for a in _known().values() if a.drafts_for == name), None)
+
+
 def by_gguf_name(name: str) -> Architecture | None:
     """The architecture that writes `general.architecture` = name, if there is one."""
     return next((a for a in _known().values() if a.name == name), None)
