@@ -58,7 +58,8 @@ _FALLBACK = {
 _ONE_STEP_UP = {"Q3_K": "Q4_K", "Q4_K": "Q5_K", "Q5_K": "Q6_K", "Q6_K": "Q8_0"}
 _SENSITIVE_IN_HEAD = ("nextn.eh_proj", "attn_v.", "ffn_down")
 # Names that llama-quantize never quantizes, of those that models here have.
-_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d", "per_layer_model_proj")
+_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d")
+_AS_STORED = "per_layer_model_proj"  # llama-quantize leaves it as the BF16 file has it
 
 
 def mix(name: str) -> Mix:
@@ -120,6 +121,8 @@ def trunk_types(recipe: Mix, tensors: Sequence[tuple[str, Shape]], facts: TrunkF
             chosen = _output_type(recipe, rows[name])
         elif recipe.type in FLOAT_TYPES:
             chosen = recipe.type
+        elif _AS_STORED in name:
+            chosen = "BF16"
         elif _is_value(name):
             chosen = _value_type(recipe, values.index(name), len(values), facts)
         elif "attn_k.weight" in name and facts.is_mixtral_like:
