@@ -13,7 +13,8 @@ from converter.errors import InputError, ToolError
 from converter.gguf_model import GGUFModel, is_gguf, open_gguf
 from converter.hub import is_hub_id, locate
 from converter.model import read_model
-from converter.rules import Role
+from converter.plan import DRAFTER
+from converter.rules import Architecture, Role
 
 SCHEMA = 1
 # Published measurements put the best draft length between 2 and 4; 3 is also the engine's default.
@@ -23,7 +24,10 @@ _GLUE = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 
 @dataclass
 class HeadReport:
-    """kind: bundled, trunk, sidecar (of files), checkpoint (of folders). problems: what keeps it from working."""
+    """kind: bundled, trunk, sidecar, drafter (of files), checkpoint (of folders).
+
+    drafts_for: architecture of the targets of a drafter, which is a whole model of its own. problems: what keeps it from working.
+    """
 
     file: Path
     kind: str
@@ -36,10 +40,11 @@ class HeadReport:
     head_input: str | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    drafts_for: str | None = None
 
     @property
     def can_draft(self) -> bool:
-        return self.head_layers > 0 and not self.problems
+        return (self.head_layers > 0 or self.drafts_for is not None) and not self.problems
 
     def draft_settings(self) -> dict[str, Any] | None:
         """What llama.cpp takes; the best n is to be measured."""
@@ -57,14 +62,16 @@ class HeadReport:
         options = f"--spec-type draft-mtp --spec-draft-n-max {_DRAFT_DEFAULT}"
         if self.kind == "bundled":
             return f"llama-server -m {self.file} {options}"
-        return f"llama-server -m TRUNK.gguf -md {self.file} {options}" if self.kind == "sidecar" else None
+        if self.kind in {"sidecar", DRAFTER}:
+            return f"llama-server -m TRUNK.gguf -md {self.file} {options}"
+        return None
 
     def as_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA, "file": str(self.file), "kind": self.kind, "architecture": self.architecture,
             "trunk_layers": self.trunk_layers, "head_layers": self.head_layers, "head_tensors": self.head_tensors,
             "head_types": self.head_types, "trunk_types": self.trunk_types, "head_input": self.head_input,
-            "can_draft": self.can_draft, "draft": self.draft_settings(), "problems": self.problems, "notes": self.notes,
+            "can_draft": self.can_draft, "draft": self.draft_settings(), "drafts_for": self.drafts_for, "problems": self.problems, "notes": self.notes,
         }  # fmt: skip
 
     def as_text(self) -> str:
@@ -75,17 +82,19 @@ class HeadReport:
             f"{self.file}: {self.architecture}, {self.kind}",
             f"  trunk: {self.trunk_layers} layers: {types(self.trunk_types)}",
         ]
-        if self.head_layers or self.head_tensors:
+        if self.drafts_for:
+            lines[1:] = [
+                f"  a drafter for {self.drafts_for} models, {self.trunk_layers} layers: {types(self.trunk_types)}"
+            ]
+        elif self.head_layers or self.head_tensors:
             lines.append(f"  head: {self.head_layers} layer(s), {self.head_tensors} tensors: {types(self.head_types)}")
         else:
             lines.append("  head: none")
-        if self.head_input and self.head_layers:
+        if self.head_input and (self.head_layers or self.drafts_for):
             lines.append(f"  fed with: {self.head_input}")
         if (draft := self.draft_settings()) is not None:
             tries = ", ".join(str(n) for n in draft["n_max_worth_trying"])
-            lines.append(
-                f"  drafts: one layer, chained; n = {tries} are worth measuring, {_DRAFT_DEFAULT} to begin with"
-            )
+            lines.append(f"  drafts: chained; n = {tries} are worth measuring, {_DRAFT_DEFAULT} to begin with")
             if draft["command"]:
                 lines.append(f"  run: {draft['command']}")
         lines += [f"  problem: {p}" for p in self.problems]
@@ -124,7 +133,7 @@ def _inspect_folder(folder: Path, files: ShardFiles | None) -> HeadReport:
     trunk = Counter(dtype for role, dtype in tensors if role is not Role.MTP)
     return HeadReport(
         folder, "checkpoint", model.architecture.name, model.table.trunk_layers, model.head_layers, head.total(),
-        dict(head), dict(trunk), model.architecture.head_input, problems, model.notes,
+        dict(head), dict(trunk), model.architecture.head_input, problems, model.notes, model.architecture.drafts_for,
     )  # fmt: skip
 
 
@@ -134,19 +143,31 @@ def _inspect_gguf(header: GGUFModel) -> HeadReport:
         raise InputError(
             "this GGUF file does not say which architecture it is", header.file, hint="general.architecture"
         )
+    known = archs.by_gguf_name(name)
+    if known is not None and known.drafts_for:
+        return _inspect_drafter(header, known)
     blocks, layers = (_count(header, f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
     trunk_layers = max(0, blocks - layers)
     in_head = {t.name for t in header.tensors if _block(t.name) >= trunk_layers}
     nextn = {t.name for t in header.tensors if ".nextn." in t.name}
     sidecar = layers > 0 and not any(0 <= _block(t.name) < trunk_layers for t in header.tensors)
     problems = _problems(header, trunk_layers, layers, in_head, nextn)
-    known = archs.by_gguf_name(name)
     return HeadReport(
         header.file, "sidecar" if sidecar else "bundled" if layers else "trunk", name, trunk_layers, layers, len(in_head),
         dict(Counter(t.type.name for t in header.tensors if t.name in in_head)),
         dict(Counter(t.type.name for t in header.tensors if t.name not in in_head)),
         known.head_input if known else None, problems,
         [] if known else [f"{name} is not an architecture that this version converts"],
+    )  # fmt: skip
+
+
+def _inspect_drafter(header: GGUFModel, known: Architecture) -> HeadReport:
+    names = {t.name for t in header.tensors}
+    needed = ("token_embd.weight", "output_norm.weight", "nextn.pre_projection.weight", "nextn.post_projection.weight")
+    return HeadReport(
+        header.file, DRAFTER, known.name, _count(header, f"{known.name}.block_count"), 0, 0, {},
+        dict(Counter(t.type.name for t in header.tensors)), known.head_input,
+        [f"{name} is missing" for name in needed if name not in names], [], known.drafts_for,
     )  # fmt: skip
 
 

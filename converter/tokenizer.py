@@ -27,7 +27,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "p
 _LOOKS_CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>|<pad>|<mask>|<unused\d*>", re.DOTALL)
 BYTE_LEVEL, GEMMA4 = "gpt2", "gemma4"  # the engine's names
 _NO_SCORE = -1000.0  # BPE ranks by its merges
-_SPACE_IN_WORDS = "\u2581"
+SPACE_IN_WORDS = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _FILLED = re.compile(r"\[PAD\d+\]")
 _VISIBLE = {
@@ -115,7 +115,7 @@ def load_tokenizer(
 def _refuse_other_than_gemma4(tokenizer: dict[str, Any], file: Path) -> None:
     """Spaces become U+2581, and what has no token is spelt in bytes: that is what the engine does."""
     normalizer, fallback = tokenizer.get("normalizer"), tokenizer["model"].get("byte_fallback")
-    wanted = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_IN_WORDS}
+    wanted = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_IN_WORDS}
     if normalizer != wanted or not fallback:
         raise UnsupportedError(
             "this is not Gemma 4's tokenizer", file, expected="spaces replaced by U+2581, byte_fallback",

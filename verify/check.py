@@ -9,16 +9,19 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converter.archs import by_gguf_name
 from converter.errors import EnvironmentFailure, GGUFError, InputError, UsageError
 from converter.gguf_model import GGUFModel, is_gguf, open_gguf
 from converter.hub import locate
 from converter.model import Model, read_model
+from converter.plan import DRAFTER
 from verify.results import LEVELS, Finding, LevelResult, VerificationReport
 
 if TYPE_CHECKING:
     from verify.models.qwen35 import Qwen35
 
 LLAMA_CPP = "llama.cpp"
+IN_TORCH = ("qwen35", "qwen35moe")
 MODES = ("exact", "native", "both")
 _UNSEEN_WITHOUT_SOURCE = (
     "without --source: weights that are wrong but well formed, a head that is worse than its original, metadata that "
@@ -32,6 +35,7 @@ class Options:
 
     source: str | Path | None = None
     sidecar: Path | None = None
+    assistant: str | Path | None = None
     levels: Sequence[str] = ()
     device: str = "auto"
     mode: str = "exact"
@@ -153,6 +157,20 @@ class _Check:
         return read_model(self.source_folder)
 
     @cached_property
+    def assistant(self) -> Model | None:
+        """The source of a drafter with a checkpoint of its own."""
+        given = self.options.assistant
+        return read_model(Path(locate(given).path)) if given is not None else None
+
+    def _source_of(self, file: GGUFModel) -> Model | None:
+        """What a file was made from: the drafter's source for drafters."""
+        name = file.get("general.architecture")
+        if self.source is not None and self.source.architecture.drafts_for and self.source.architecture.name == name:
+            return self.source
+        architecture = by_gguf_name(name) if isinstance(name, str) else None
+        return self.assistant if architecture is not None and architecture.drafts_for else self.source
+
+    @cached_property
     def engine(self) -> Qwen35:
         return self._torch(self.file, self.options.sidecar)
 
@@ -197,9 +215,19 @@ class _Check:
         if self.gguf is not None:
             from converter.heads import inspect
 
-            if inspect(self.file).kind == "sidecar":
-                return "a sidecar has no trunk: give the trunk's file, and this one with --sidecar"
+            if inspect(self.file).kind in {"sidecar", DRAFTER}:
+                return "this file only drafts: give the trunk's file, and this one with --sidecar"
         return ""
+
+    @property
+    def _not_in_torch(self) -> str:
+        """Why torch does not run this; empty where it does."""
+        from verify.models.weights import open_weights
+
+        name = open_weights(self.file).key("general.architecture")
+        if name in IN_TORCH or self._runs:
+            return self._runs
+        return f"{name} is not decoded in torch yet; --engine llama.cpp decodes it"
 
     # --- levels
 
@@ -211,21 +239,22 @@ class _Check:
             model.close()
             head = f"a head of {model.head_layers} layer(s)" if model.head_layers else "no head"
             return LevelResult("structure", f"checkpoint, {model.table.trunk_layers} layers and {head}, complete")
-        return _merged([check_structure(file, self.source) for file in self.files])
+        return _merged([check_structure(file, self._source_of(file)) for file in self.files])
 
     def _fidelity(self) -> LevelResult:
         from verify.fidelity import check_fidelity
 
         if self.gguf is None or self.source is None:
             return self._skip("fidelity", "there is no source to compare with" if self.gguf else "this is the source")
-        return _merged([check_fidelity(file, self.source) for file in self.files])
+        pairs = [(file, source) for file in self.files if (source := self._source_of(file)) is not None]
+        return _merged([check_fidelity(file, source) for file, source in pairs])
 
     def _logits(self) -> LevelResult:
         from verify.logits import check_logits
         from verify.prompts import text_ids
 
-        if self.gguf is None or self.reference is None or self._runs:
-            return self._skip("logits", self._runs or "there is no source to compare with")
+        if self._not_in_torch or self.gguf is None or self.reference is None:
+            return self._skip("logits", self._not_in_torch or "there is no source to compare with")
         bits = _bits_per_weight(self.gguf)
         text = text_ids(self.encode, self.options.text, self.options.text_tokens)
         return check_logits(self.engine, self.reference, text, bits, self._module())
@@ -247,8 +276,8 @@ class _Check:
         from verify.fresh import decode_afresh
         from verify.identity import EXACT, NATIVE, Plan, check_identity
 
-        if self._runs:
-            return self._skip("identity", self._runs)
+        if self._not_in_torch:
+            return self._skip("identity", self._not_in_torch)
         if not self.engine.has_head:
             return self._skip("identity", "there is no head to draft with")
         options = self.options
@@ -260,8 +289,8 @@ class _Check:
     def _acceptance(self) -> LevelResult:
         from verify.acceptance import check_acceptance
 
-        if self._runs:
-            return self._skip("acceptance", self._runs)
+        if self._not_in_torch:
+            return self._skip("acceptance", self._not_in_torch)
         return check_acceptance(
             self.engine, self.reference, self.prompts, self.options.tokens, max(self.options.drafts)
         )
@@ -276,8 +305,9 @@ class _Check:
             return self._skip("engine", "llama.cpp runs GGUF files")
         if self._runs:
             return self._skip("engine", self._runs)
+        model = None if self._not_in_torch else self.engine
         return check_engine(
-            self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts, self.engine
+            self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts, model
         )
 
 

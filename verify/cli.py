@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--source", metavar="MODEL", help="folder or Hub id that the file was made from")
     parser.add_argument("--sidecar", metavar="FILE", type=Path, help="the head's own file, for a trunk-only FILE")
+    parser.add_argument("--assistant", metavar="MODEL", help="source of a drafter that has a checkpoint of its own")
     parser.add_argument(
         "--level", metavar="L[,L...]", type=_words, default=[],
         help=f"{', '.join(LEVELS)}, or all (default: what the inputs allow)",
@@ -84,7 +85,7 @@ def _verify(args: argparse.Namespace) -> VerificationReport:
             print(f"{level} …", file=sys.stderr, flush=True)
 
     options = Options(
-        args.source, args.sidecar, args.level, args.device, args.mode, args.drafts, args.temperature, args.prompts,
+        args.source, args.sidecar, args.assistant, args.level, args.device, args.mode, args.drafts, args.temperature, args.prompts,
         args.text, args.tokens, args.text_tokens, args.engine, args.plain_engine, args.seed,
     )  # fmt: skip
     report = verify(args.file, options, notify)

@@ -19,10 +19,10 @@ from converter.gguf_file import KeyValue, ValueType
 from converter.gguf_model import GGUFModel
 from converter.heads import inspect
 from converter.model import Model
-from converter.plan import Options, Packaging, PlannedFile, make_plan
+from converter.plan import DRAFTER, Options, Packaging, PlannedFile, make_plan
 from verify.results import Finding, LevelResult
 
-_PACKAGING = {"bundled": Packaging.BUNDLED, "trunk": Packaging.NONE, "sidecar": Packaging.ONLY}
+_PACKAGING = {"bundled": Packaging.BUNDLED, "trunk": Packaging.NONE, "sidecar": Packaging.ONLY, DRAFTER: Packaging.NONE}
 # What depends on names, types and programs rather than on the model.
 _FREE = ("general.", "quantize.", "mtp.", "split.")
 _NAME = 40
@@ -35,7 +35,11 @@ def check_structure(model: GGUFModel, source: Model | None) -> LevelResult:
     if source is not None:
         findings += _against_plan(model, _plan(model, source, head.kind))
     findings += _tokenizer(model)
-    layers = f"{head.trunk_layers} layers" + (f" and a head of {head.head_layers}" if head.head_layers else ", no head")
+    layers = (
+        f"{head.trunk_layers} layers"
+        if head.drafts_for
+        else f"{head.trunk_layers} layers" + (f" and a head of {head.head_layers}" if head.head_layers else ", no head")
+    )
     compared = "as the source's conversion has them" if source is not None else "not compared with a source"
     summary = f"{head.kind}, {layers}, {len(model.tensors)} tensors, {len(model.keys)} keys: {compared}"
     return LevelResult("structure", summary, findings, {"kind": head.kind, "types": head.trunk_types | head.head_types})

@@ -15,12 +15,17 @@ from converter import convert
 from converter.cli import convert_main
 from converter.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from converter.gguf_file import read_gguf
+from converter.gguf_model import open_gguf
+from converter.heads import inspect
 from tests.checkpoints import Tensors, edit_json, variant
 from tests.conftest import EXAMPLE, ROOT, shared
 from tests.oracles import gguf_files
 from tests.oracles import transformers_model as reference
+from tests.verify.files import Parts
+from verify import verify
 from verify.engines.base import Completion
 from verify.engines.llama_cpp import Engine, complete
+from verify.prompts import tokenizer_of_file, tokenizer_of_folder
 
 MIXES = ("BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
 TOKENS = 64
@@ -200,6 +205,47 @@ def test_on_the_command_line(target: Path, assistant: Path, tmp_path: Path, caps
     assert convert_main([str(target), str(out), "--assistant", str(assistant), "--mtp-type", "Q4_0", "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert [Path(f["path"]).name for f in files] == ["g-Q6_K.gguf", "mtp-g-Q4_0.gguf"]
+
+
+def test_inspect_and_verify(pairs: Path, target: Path, assistant: Path, tmp_path: Path) -> None:
+    """A drafter is told apart; structure and fidelity of both files, and the engine; what torch cannot run is said."""
+    pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
+    found = inspect(pairs / "mtp-Q8_0.gguf")
+    assert (found.kind, found.drafts_for, found.can_draft, found.problems) == ("drafter", "gemma4", True, [])
+    assert "-md" in found.as_text()
+    assert inspect(assistant).drafts_for == "gemma4"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\nimport sys\n")
+    report = verify(
+        pairs / "Q4_K_M.gguf", source=target, sidecar=pairs / "mtp-Q8_0.gguf", assistant=assistant, engine="llama.cpp",
+        prompts=prompts, tokens=16, drafts=(2,),
+    )  # fmt: skip
+    verdicts = {r.level: r.verdict.name for r in report.levels}
+    assert verdicts == {
+        "structure": "PASSED", "fidelity": "PASSED", "logits": "SKIPPED", "identity": "SKIPPED", "acceptance": "SKIPPED",
+        "engine": "PASSED",
+    }  # fmt: skip
+    assert len(report.level("fidelity").data["tensors"]) == 85 + 49
+    assert "not decoded in torch" in report.level("identity").summary
+
+
+def test_a_damaged_drafter_is_found(pairs: Path, target: Path, assistant: Path, tmp_path: Path) -> None:
+    """Against its own source, not the target's."""
+    parts = Parts(pairs / "mtp-Q8_0.gguf")
+    parts.exchange("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight")
+    report = verify(
+        pairs / "Q4_K_M.gguf", source=target, sidecar=parts.write(tmp_path / "mtp-x.gguf"), assistant=assistant,
+        levels=["fidelity"],
+    )  # fmt: skip
+    assert {f.where for f in report.level("fidelity").findings} == {"blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"}
+
+
+def test_texts_are_cut_as_transformers_cuts_them(pairs: Path, target: Path) -> None:
+    """By the file's vocabulary and by the folder's tokenizer, behind the begin token; unknown signs are spelt in bytes."""
+    by_file, by_folder = tokenizer_of_file(open_gguf(pairs / "BF16.gguf")), tokenizer_of_folder(target)
+    for text in (*reference.PROMPTS, "  two  spaces", "na\u00efve \u65e5\u672c", "x"):
+        expected = reference.tokenizer(target)(text, add_special_tokens=False)["input_ids"]
+        assert by_file(text) == by_folder(text) == [2, *expected]
 
 
 def test_the_frequency_factors_are_made(pairs: Path) -> None:
