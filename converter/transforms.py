@@ -147,6 +147,30 @@ class Part(Transform):
         return expert * shape[1] + self.index * part + row
 
 
+@dataclass(frozen=True)
+class GroupParts(Transform):
+    """Some parts of every group of rows: all groups' first chosen part, then all groups' second, and so on.
+
+    Rows are `groups` groups, each of parts of these sizes. Source: spec/qwen.md, section 3, "in_proj_qkvz".
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    chosen: tuple[int, ...]
+
+    def shape(self, shape: Shape) -> Shape:
+        return self.groups * sum(self.sizes[c] for c in self.chosen), *shape[1:]
+
+    def rows(self, rows: IndexArray, shape: Shape) -> IndexArray:  # noqa: ARG002
+        found, begin = np.empty_like(rows), 0
+        for c in self.chosen:
+            inside = (rows >= begin) & (rows < begin + self.groups * self.sizes[c])
+            group, row = np.divmod(rows[inside] - begin, self.sizes[c])
+            found[inside] = group * sum(self.sizes) + sum(self.sizes[:c]) + row
+            begin += self.groups * self.sizes[c]
+        return found
+
+
 def target_shape(shape: Shape, steps: Sequence[Transform]) -> Shape:
     """Shape of a source tensor after all steps."""
     for step in steps:

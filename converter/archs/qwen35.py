@@ -6,7 +6,7 @@ Source: spec/qwen.md; llama.cpp src/models/qwen35.cpp and qwen35moe.cpp for what
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from converter.config import Config
@@ -45,6 +45,7 @@ class Sizes:
     k_dim: int
     v_dim: int
     kernel: int
+    plain_rope: bool
 
     @property
     def keys(self) -> int:
@@ -54,6 +55,9 @@ class Sizes:
     @property
     def values(self) -> int:
         return self.v_heads * self.v_dim
+
+
+LinearAttention = Callable[[Sizes, str, int], list[Rule]]  # of sizes, source prefix, block
 
 
 def canonical(name: str) -> str:
@@ -68,7 +72,7 @@ def canonical(name: str) -> str:
     return re.sub(r"(\.experts\.(?:gate_up|down)_proj)\.weight$", r"\1", name)
 
 
-def _sizes(config: Config, names: Collection[str], *, moe: bool) -> Sizes:
+def _sizes(config: Config, names: Collection[str], *, moe: bool, plain_rope: bool) -> Sizes:
     layers = config.integer("num_hidden_layers")
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     sizes = Sizes(
@@ -88,6 +92,7 @@ def _sizes(config: Config, names: Collection[str], *, moe: bool) -> Sizes:
         k_dim=config.integer("linear_key_head_dim"),
         v_dim=config.integer("linear_value_head_dim"),
         kernel=config.integer("linear_conv_kernel_dim"),
+        plain_rope=plain_rope,
     )
     if sizes.v_heads % sizes.k_heads:
         raise ConfigError(
@@ -131,15 +136,15 @@ def _layer_kinds(config: Config, names: Collection[str], layers: int) -> tuple[s
     return tuple(kinds)
 
 
-def _table(config: Config, names: Collection[str], *, moe: bool) -> Table:
-    s = _sizes(config, names, moe=moe)
+def _table(config: Config, names: Collection[str], *, moe: bool, linear: LinearAttention, plain_rope: bool) -> Table:
+    s = _sizes(config, names, moe=moe, plain_rope=plain_rope)
     head_layers = 1 + max((int(m[1]) for n in names if (m := re.match(r"mtp\.layers\.(\d+)\.", n))), default=-1)
     if head_layers == 0 and any(n.startswith("mtp.") for n in names):
         head_layers = 1  # glue without its layer: the completeness check will name what is missing
     tied = config.flag("tie_word_embeddings", default=False)
     rules = [Rule("token_embd.weight", ("model.embed_tokens.weight",), (s.vocabulary, s.hidden), role=Role.SHARED)]
     for i in range(s.layers):
-        rules += _layer(s, f"model.layers.{i}", i, names, s.kinds[i], Role.TRUNK)
+        rules += _layer(s, f"model.layers.{i}", i, names, linear if s.kinds[i] == LINEAR else None, Role.TRUNK)
     rules.append(_norm("output_norm.weight", "model.norm.weight", s.hidden, Role.SHARED))
     has_output = not tied or "lm_head.weight" in names
     if has_output:
@@ -148,7 +153,7 @@ def _table(config: Config, names: Collection[str], *, moe: bool) -> Table:
             Rule("output.weight", ("lm_head.weight",), (s.vocabulary, s.hidden), role=Role.SHARED, duplicates=copy_of)
         )
     for k in range(head_layers):
-        rules += _layer(s, f"mtp.layers.{k}", s.layers + k, names, FULL, Role.MTP)
+        rules += _layer(s, f"mtp.layers.{k}", s.layers + k, names, None, Role.MTP)
     if head_layers:
         rules += _glue(s, names, "output.weight" if has_output else "token_embd.weight")
     drops = [
@@ -165,10 +170,13 @@ def _norm(target: str, source: str, width: int, role: Role) -> Rule:
     return Rule(target, (source,), (width,), (AddOne(),), role)
 
 
-def _layer(s: Sizes, source: str, block: int, names: Collection[str], kind: str, role: Role) -> list[Rule]:
+def _layer(
+    s: Sizes, source: str, block: int, names: Collection[str], linear: LinearAttention | None, role: Role
+) -> list[Rule]:
+    """linear: what makes a linear-attention layer, None for full attention."""
     rules = [
         _norm(f"blk.{block}.attn_norm.weight", f"{source}.input_layernorm.weight", s.hidden, role),
-        *(_linear_attention(s, source, block) if kind == LINEAR else _full_attention(s, source, block, role)),
+        *(linear(s, source, block) if linear is not None else _full_attention(s, source, block, role)),
         _norm(f"blk.{block}.post_attention_norm.weight", f"{source}.post_attention_layernorm.weight", s.hidden, role),
     ]
     return rules + (_experts(s, source, block, names, role) if s.experts else _dense_ffn(s, source, block, role))
@@ -294,7 +302,7 @@ def _metadata(config: Config, s: Sizes, head_layers: int) -> list[KeyValue]:
     rope = config.section("rope_parameters", "rope_scaling")
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 0.25))
     theta = rope.number("rope_theta") if rope.get("rope_theta") is not None else config.number("rope_theta")
-    sections = rope.integers("mrope_section", _DEFAULT_SECTIONS)[:4]
+    sections = rope.integers("mrope_section", [] if s.plain_rope else _DEFAULT_SECTIONS)[:4]
     recurrent = [kind == LINEAR for kind in s.kinds] + [False] * head_layers
     moe = s.experts > 0
     keys = [
@@ -308,7 +316,11 @@ def _metadata(config: Config, s: Sizes, head_layers: int) -> list[KeyValue]:
         u32("attention.head_count", s.heads),
         u32("attention.head_count_kv", s.kv_heads),
         *_rope_scaling(config, rope),
-        array("rope.dimension_sections", ValueType.INT32, sections + [0] * (4 - len(sections))),
+        *(
+            [array("rope.dimension_sections", ValueType.INT32, sections + [0] * (4 - len(sections)))]
+            if sections
+            else []
+        ),
         f32("rope.freq_base", theta),
         f32("attention.layer_norm_rms_epsilon", config.number("rms_norm_eps")),
     ]
@@ -351,9 +363,23 @@ def _rope_scaling(config: Config, rope: Config) -> list[KeyValue]:
     return keys
 
 
-def _architecture(name: str, hf: tuple[str, ...], *, moe: bool) -> Architecture:
+def architecture(
+    name: str,
+    hf: tuple[str, ...],
+    *,
+    moe: bool,
+    linear: LinearAttention | None = None,
+    plain_rope: bool = False,
+    check: Callable[[Config], None] = lambda _config: None,
+) -> Architecture:
+    """One of the family. linear: rules of a linear-attention layer. plain_rope: no sections unless the config has some.
+
+    check: raises ToolError for a config that cannot be converted.
+    """
+
     def table(config: Config, names: Collection[str]) -> Table:
-        return _table(config, names, moe=moe)
+        check(config)
+        return _table(config, names, moe=moe, linear=linear or _linear_attention, plain_rope=plain_rope)
 
     return Architecture(
         name, hf, canonical, table, head_input="the trunk's state after its final norm", most_head_layers=1
@@ -361,6 +387,6 @@ def _architecture(name: str, hf: tuple[str, ...], *, moe: bool) -> Architecture:
 
 
 ARCHITECTURES = (
-    _architecture("qwen35", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"), moe=False),
-    _architecture("qwen35moe", ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"), moe=True),
+    architecture("qwen35", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"), moe=False),
+    architecture("qwen35moe", ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"), moe=True),
 )
