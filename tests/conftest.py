@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,6 +30,16 @@ def shared(name: str) -> Path:
 def checkpoint(kind: str) -> Path:
     """The trained checkpoint of that kind: the dense one ships with the project."""
     return EXAMPLE if kind == "dense" else shared("tiny-qwen3.5-moe")
+
+
+def script(name: str) -> ModuleType:
+    """A program of scripts/fixtures as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "fixtures" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from converter.gguf_file import read_gguf
 from converter.gguf_model import open_gguf
 from converter.heads import inspect
 from tests.checkpoints import Tensors, edit_json, variant
-from tests.conftest import EXAMPLE, ROOT, shared
+from tests.conftest import EXAMPLE, script, shared
 from tests.oracles import gguf_files
 from tests.oracles import transformers_model as reference
 from tests.verify.files import Parts
@@ -267,15 +265,6 @@ def test_suppressed_tokens_are_kept(target: Path, tmp_path: Path) -> None:
 # --- shapes of Gemma 4 that have no trained fixture
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny_gemma4", ROOT / "scripts" / "fixtures" / "tiny_gemma4.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(("kind", "tie", "least"), [("moe", 0.2, 0.4), ("per-layer", 0.02, 0.8)])
 def test_random_checkpoints_give_the_tokens_of_transformers(
     target: Path, tmp_path: Path, kind: str, tie: float, least: float
@@ -286,7 +275,7 @@ def test_random_checkpoints_give_the_tokens_of_transformers(
     margin is small, and most never do.
     """
     pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
-    folder = _script().make(kind, tmp_path / "model", target)
+    folder = script("tiny_gemma4").make(kind, tmp_path / "model", target)
     convert(folder, tmp_path / "F32.gguf")
     ids = reference.prompt_ids(target)
     found = complete(Engine(str(tmp_path / "F32.gguf")), ids, 24)
@@ -303,7 +292,7 @@ def test_random_checkpoints_give_the_tokens_of_transformers(
 def test_random_checkpoints_load_quantized(target: Path, tmp_path: Path, kind: str, mix: str) -> None:
     """The per-layer projection keeps its precision, as in llama-quantize; the file runs."""
     pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
-    folder = _script().make(kind, tmp_path / "model", target)
+    folder = script("tiny_gemma4").make(kind, tmp_path / "model", target)
     convert(folder, tmp_path / f"{mix}.gguf")
     types = {t.name: t.type.name for t in read_gguf(tmp_path / f"{mix}.gguf").tensors}
     if kind == "per-layer":
