@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from verify.models.qwen35 import Qwen35
 
 LLAMA_CPP = "llama.cpp"
-IN_TORCH = ("qwen35", "qwen35moe")
+IN_TORCH = ("qwen35", "qwen35moe", "qwen3next")
 MODES = ("exact", "native", "both")
 _UNSEEN_WITHOUT_SOURCE = (
     "without --source: weights that are wrong but well formed, a head that is worse than its original, metadata that "

@@ -17,7 +17,9 @@ from tests.checkpoints import edit_json, load
 from tests.conftest import EXAMPLE, script
 from tests.oracles import transformers_model as reference
 from tests.verify.files import Parts
+from verify import verify
 from verify.engines.llama_cpp import Engine, complete
+from verify.models.qwen35 import open_model
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,30 @@ def test_fused_projections_are_split_as_transformers_splits_them(folder: Path, f
     qkv, gate = (torch.from_numpy(ours[f"blk.0.{n}.weight"]) for n in ("attn_qkv", "attn_gate"))
     torch.testing.assert_close(x[0] @ qkv.T, torch.cat([query, key, value], dim=-1), rtol=0, atol=1e-5)
     torch.testing.assert_close(x[0] @ gate.T, z, rtol=0, atol=1e-5)
+
+
+def test_torch_gives_the_logits_of_transformers(folder: Path, file: Path) -> None:
+    """Value heads grouped by key head, from the file and from the folder."""
+    ids = torch.tensor(reference.prompt_ids(EXAMPLE)[6])
+    with torch.inference_mode():
+        expected = reference.reference(folder)(input_ids=ids[None]).logits[0]
+    for path in (file, folder):
+        engine = open_model(path, None, "cpu")
+        found = engine.logits(engine.trunk(ids, engine.trunk_state(len(ids))))
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+def test_all_levels(folder: Path, file: Path, tmp_path: Path) -> None:
+    """Exact to the bit with a head of random weights, whose drafts are rejected; transformers' module agrees."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\nimport sys\n\nclass Message:\n    def\n")
+    report = verify(file, source=folder, prompts=prompts, tokens=12, drafts=(1, 3), mode="both", text_tokens=256)
+    verdicts = {r.level: r.verdict.name for r in report.levels}
+    assert {k: v for k, v in verdicts.items() if k != "acceptance"} == {
+        "structure": "PASSED", "fidelity": "PASSED", "logits": "PASSED", "identity": "PASSED",
+    }  # fmt: skip
+    assert report.level("identity").data["largest_difference"] == 0
+    assert report.level("logits").data["kld_from_transformers"] < 1e-5
 
 
 def test_group_parts_can_be_put_back() -> None:

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 with their MTP head, in torch, from tensors in GGUF's layout (spec/qwen.md, sections 3 and 4).
+"""Qwen3.5, 3.6 and Qwen3-Next with their MTP head, in torch, from tensors in GGUF's layout (spec/qwen.md, sections 3 and 4).
 
 The form is that of exact mode (spec/exact-mode.md): keys and values lie in buffers of fixed length, attention runs over
 all of it under a mask, convolution and delta rule go one token at a time and keep the state after each, experts are
@@ -358,19 +358,25 @@ class Qwen35:
         s, rows = self.sizes, len(x)
         mixed = self._linear(f"blk.{i}.attn_qkv.weight", x).float()
         gate = self._linear(f"blk.{i}.attn_gate.weight", x).view(rows, s.v_heads, s.state)
-        beta = torch.sigmoid(self._linear(f"blk.{i}.ssm_beta.weight", x).float())
-        step = functional.softplus(
-            self._linear(f"blk.{i}.ssm_alpha.weight", x).float() + self.tensors[f"blk.{i}.ssm_dt.bias"]
-        )
+        per_key = s.v_heads // s.k_heads
+        grouped = f"blk.{i}.ssm_ba.weight" in self.tensors  # Qwen3-Next; elsewhere value heads are tiled
+        if grouped:
+            both = self._linear(f"blk.{i}.ssm_ba.weight", x).view(rows, s.k_heads, 2, per_key)
+            beta, alpha = (part.reshape(rows, s.v_heads) for part in both.unbind(2))
+        else:
+            beta, alpha = (self._linear(f"blk.{i}.ssm_{name}.weight", x) for name in ("beta", "alpha"))
+        beta = torch.sigmoid(beta.float())
+        step = functional.softplus(alpha.float() + self.tensors[f"blk.{i}.ssm_dt.bias"])
         decay = torch.exp(self.tensors[f"blk.{i}.ssm_a"].flatten() * step)  # [rows, value heads]
         window = torch.cat([state.conv, mixed.T], dim=1)  # [channels, kernel - 1 + rows]
         seen = window.unfold(1, s.kernel, 1)  # [channels, rows, kernel]
         convolved = functional.silu((seen * self.tensors[f"blk.{i}.ssm_conv1d.weight"][:, None, :]).sum(-1)).T
         size = s.k_heads * s.state
         query, key = (
-            _unit(part.reshape(rows, s.k_heads, s.state)).repeat(1, s.v_heads // s.k_heads, 1)  # heads are tiled
+            _unit(part.reshape(rows, s.k_heads, s.state))
             for part in (convolved[:, :size], convolved[:, size : 2 * size])
         )
+        query, key = (x.repeat_interleave(per_key, dim=1) if grouped else x.repeat(1, per_key, 1) for x in (query, key))
         query = query * s.state**-0.5
         value = convolved[:, 2 * size :].reshape(rows, s.v_heads, s.state)
         memory, outputs = state.memory, []
