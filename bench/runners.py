@@ -15,7 +15,7 @@ from verify.engines.http import Server
 from verify.engines.llama_cpp import Engine, run_batches
 
 if TYPE_CHECKING:
-    from verify.models.qwen35 import Qwen35
+    from verify.models.base import TorchModel
 
 _PROBE_TOKENS = 16
 Batches = Sequence[Sequence[Request]]
@@ -82,11 +82,11 @@ class Torch:
 
     def __init__(self, sidecars: Mapping[tuple[str, str], Path | None], context: int, device: str) -> None:
         self.sidecars, self.context, self.device = sidecars, context, device
-        self._models: dict[tuple[str, str], Qwen35] = {}
+        self._models: dict[tuple[str, str], TorchModel] = {}
 
-    def model(self, file: str, head: str) -> Qwen35:
+    def model(self, file: str, head: str) -> TorchModel:
         """A trunk with a head, kept for later."""
-        from verify.models.qwen35 import open_model, with_head
+        from verify.models.opening import open_model
 
         key = file, head
         if key not in self._models:
@@ -94,7 +94,7 @@ class Torch:
             if head == OWN or sidecar is None:
                 self._models[key] = open_model(Path(file), None, self.device)
             else:
-                self._models[key] = with_head(self.model(file, OWN), sidecar)
+                self._models[key] = self.model(file, OWN).with_head(sidecar)
         return self._models[key]
 
     def run(self, load: Load, batches: Batches, warm_up: Sequence[Request]) -> list[Run]:
@@ -103,7 +103,7 @@ class Torch:
             self._complete(model, load, request)
         return [self._batch(model, load, batch) for batch in batches]
 
-    def _batch(self, model: Qwen35, load: Load, batch: Sequence[Request]) -> Run:
+    def _batch(self, model: TorchModel, load: Load, batch: Sequence[Request]) -> Run:
         started = time.monotonic()
         answers, streams = zip(*(self._complete(model, load, request) for request in batch), strict=True)
         drafted = [n for s in streams for n in s.drafted if n]
@@ -114,7 +114,7 @@ class Torch:
 
         return Run(answers, counts, f"torch {torch.__version__}", time.monotonic() - started)
 
-    def _complete(self, model: Qwen35, load: Load, request: Request) -> tuple[Completion, Any]:
+    def _complete(self, model: TorchModel, load: Load, request: Request) -> tuple[Completion, Any]:
         from verify.decode import HeadDrafter, Settings, decode
 
         settings = Settings(request.tokens, temperature=request.temperature, seed=request.seed, context=self.context)
@@ -136,9 +136,9 @@ class _Timed:
     def __init__(self, drafter: Any) -> None:
         self.drafter, self.began = drafter, 0.0
 
-    def begin(self, hidden: Any, prompt: Sequence[int]) -> None:
+    def begin(self, hidden: Any, prompt: Sequence[int], trunk: Any) -> None:
         if self.drafter is not None:
-            self.drafter.begin(hidden, prompt)
+            self.drafter.begin(hidden, prompt, trunk)
         self.began = time.monotonic()
 
     def draft(self, token: int, most: int) -> list[int]:

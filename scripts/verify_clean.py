@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from converter.gguf_model import is_gguf, open_gguf  # noqa: E402  (the script runs from a checkout too)
 from verify.identity import EXACT, NATIVE, Plan, check_identity  # noqa: E402
-from verify.models.qwen35 import open_model  # noqa: E402
+from verify.models.opening import open_model  # noqa: E402
 from verify.prompts import TEXT, bundled, tokenizer_of_file, tokenizer_of_folder  # noqa: E402
 from verify.results import Verdict  # noqa: E402
 

@@ -8,15 +8,14 @@ reveal a dead head, since drafts do not change it; this can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verify.decode import Settings, decode
-from verify.models.qwen35 import Qwen35
-from verify.models.tensors import Tensors
+from verify.models.base import TorchModel, TrunkState
 from verify.results import Finding, LevelResult
 
 _COLLAPSED = 0.5  # of what the source's head reaches at the first draft
@@ -26,35 +25,38 @@ _DEAD = 0.02
 
 @dataclass(frozen=True)
 class Texts:
-    """Greedy texts of a trunk: token ids [length], states [length, hidden], places where drafting begins."""
+    """Greedy texts of a trunk: token ids [length], hidden states [length, hidden], the trunk's state after them, places
+    where drafting begins.
+    """
 
     ids: Sequence[Tensor]
     hidden: Sequence[Tensor]
+    states: Sequence[TrunkState]
     begins: Sequence[int]
 
 
-def greedy_texts(engine: Qwen35, prompts: Sequence[Sequence[int]], tokens: int) -> Texts:
+def greedy_texts(engine: TorchModel, prompts: Sequence[Sequence[int]], tokens: int) -> Texts:
     """Continue the prompts, and evaluate the trunk over prompt and answer once."""
-    ids, hidden = [], []
+    ids, hidden, states = [], [], []
     for prompt in prompts:
         settings = Settings(tokens, context=len(prompt) + tokens + 1)
         text = torch.tensor([*prompt, *decode(engine, prompt, settings).tokens], device=engine.device)
         ids.append(text)
-        hidden.append(engine.trunk(text, engine.trunk_state(len(text)), keep_rows=False))
-    return Texts(ids, hidden, [len(p) for p in prompts])
+        states.append(engine.trunk_state(len(text)))
+        hidden.append(engine.trunk(text, states[-1], keep_rows=False))
+    return Texts(ids, hidden, states, [len(p) for p in prompts])
 
 
-def accepted_by_position(head: Qwen35, texts: Texts, drafts: int) -> list[tuple[int, int]]:
+def accepted_by_position(head: TorchModel, texts: Texts, drafts: int) -> list[tuple[int, int]]:
     """(accepted, drafted) for draft positions 1 … drafts, cumulative: all before it were right too."""
     counts = [[0, 0] for _ in range(drafts)]
-    for ids, hidden, begin in zip(texts.ids, texts.hidden, texts.begins, strict=True):
+    for ids, hidden, trunk, begin in zip(texts.ids, texts.hidden, texts.states, texts.begins, strict=True):
         count = len(ids)
-        state = head.head_state(count + drafts)
-        for place in range(1, count - 1):
+        state = head.head_state(trunk, count + drafts)
+        head.follow(hidden[: begin - 1], ids[1:begin], state)
+        for place in range(begin, count - 1):
             # Drafting after token `place`: its entry pairs it with the trunk's state before it.
             out = head.head(hidden[place - 1 : place], ids[place : place + 1], state)
-            if place < begin:
-                continue
             length, token = state.length, int(head.head_logits(out[-1]).argmax())
             for k in range(drafts):
                 if place + 1 + k >= count:
@@ -66,14 +68,14 @@ def accepted_by_position(head: Qwen35, texts: Texts, drafts: int) -> list[tuple[
                     break
                 counts[k][0] += 1
                 if k + 1 < drafts:
-                    out = head.head(out, ids[place + 1 + k : place + 2 + k], state)
+                    out = head.chain(out, ids[place + 1 + k : place + 2 + k], state)
                     token = int(head.head_logits(out[-1]).argmax())
             state.length = length
     return [(a, d) for a, d in counts]
 
 
 def check_acceptance(
-    engine: Qwen35, reference: Qwen35 | None, prompts: Sequence[Sequence[int]], tokens: int, drafts: int
+    engine: TorchModel, reference: TorchModel | None, prompts: Sequence[Sequence[int]], tokens: int, drafts: int
 ) -> LevelResult:
     """Judge the file's head on the file's trunk, next to the source's head where there is one."""
     if not engine.has_head:
@@ -130,48 +132,17 @@ def _sigmas(mine: tuple[int, int], bound: tuple[int, int]) -> float:
     return (_rate(mine) - _rate(bound)) / error
 
 
-# --- what may be wrong with a head
-
-Change = Callable[[Tensors, str], dict[str, Tensor]]
-
-
-def _swapped(tensors: Tensors, glue: str) -> dict[str, Tensor]:
-    name = f"{glue}eh_proj.weight"
-    return {name: tensors[name].roll(tensors[name].shape[1] // 2, 1)}
-
-
-def _exchanged(tensors: Tensors, glue: str) -> dict[str, Tensor]:
-    a, b = f"{glue}enorm.weight", f"{glue}hnorm.weight"
-    return {a: tensors[b], b: tensors[a]}
-
-
-def _shifted(by: float) -> Change:
-    def change(tensors: Tensors, glue: str) -> dict[str, Tensor]:
-        block = glue.removesuffix("nextn.")
-        return {n: tensors[n] + by for n in tensors if n.startswith(block) and "norm" in n}
-
-    return change
-
-
-_CHANGES: dict[str, Change] = {
-    "the halves of eh_proj are exchanged": _swapped,
-    "the norms of embedding and state are exchanged": _exchanged,
-    "the head's norms lack their shift by 1": _shifted(1.0),
-    "the head's norms are shifted by 1 twice": _shifted(-1.0),
-}
-
-
-def likeliest_cause(engine: Qwen35, texts: Texts, mine: tuple[int, int]) -> str:
+def likeliest_cause(engine: TorchModel, texts: Texts, mine: tuple[int, int]) -> str:
     """The change to the head that makes it guess much better, if one of the usual ones does."""
-    glue = f"blk.{engine.sizes.layers}.nextn."
     tensors = engine.tensors
-    matrices = [n for n in tensors if n.startswith(glue.removesuffix("nextn.")) and len(tensors.shape(n)) > 1]
+    matrices = [n for n in engine.head_tensors() if len(tensors.shape(n)) > 1]
     if not any(bool(tensors[n].any()) for n in matrices):
         return "all weights of the head are zero"
-    some = replace(texts, ids=texts.ids[:3], hidden=texts.hidden[:3], begins=texts.begins[:3])
+    few = {name: list(values)[:3] for name, values in vars(texts).items()}
+    some = Texts(**few)
     best, cause = max(0.1, 1.25 * _rate(mine)), ""
-    for words, change in _CHANGES.items():
-        changed = engine.with_tensors(change(tensors, glue))
+    for words, change in engine.head_faults.items():
+        changed = engine.with_tensors(change(tensors))
         rate = _rate(accepted_by_position(changed, some, 1)[0])
         if rate > best:
             best, cause = rate, words

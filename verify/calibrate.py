@@ -69,15 +69,16 @@ def calibrate(
     for done, start in enumerate(starts):
         progress(done, len(starts), name)
         ids = torch.tensor(tokens[start : start + chunk_size], device=torch_model.device)
-        hidden = torch_model.trunk(ids, torch_model.trunk_state(chunk_size), keep_rows=False)
+        state = torch_model.trunk_state(chunk_size)
+        hidden = torch_model.trunk(ids, state, keep_rows=False)
         if torch_model.has_head:
-            torch_model.head(hidden[:-1], ids[1:], torch_model.head_state(chunk_size))
+            torch_model.head(hidden[:-1], ids[1:], torch_model.head_state(state, chunk_size))
     progress(len(starts), len(starts), name)
     from converter.imatrix import write_imatrix
 
     write_imatrix(Path(out), recorder.sums(weights), name, len(starts), chunk_size)
-    prefix = f"blk.{torch_model.sizes.layers}."
-    heads = sum(n.startswith(prefix) for n in recorder.squares)
+    own = set(torch_model.head_tensors())
+    heads = sum(n in own for n in recorder.squares)
     return Calibration(Path(out), len(recorder.squares), heads, len(starts), chunk_size)
 
 
@@ -115,14 +116,14 @@ def _torch_model(weights: Any, device: str, recorder: _Recorder) -> tuple[Any, A
         import torch
     except ImportError as error:
         raise _needs_verify() from error
-    from verify.models.qwen35 import Qwen35
+    from verify.models.opening import model_of
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise EnvironmentFailure("there is no CUDA device", hint="--device cpu")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return Qwen35(weights, device=device, dtype=dtype, observer=recorder), torch
+    return model_of(weights, device=device, dtype=dtype, observer=recorder), torch
 
 
 def _needs_verify() -> EnvironmentFailure:

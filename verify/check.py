@@ -18,10 +18,9 @@ from converter.plan import DRAFTER
 from verify.results import LEVELS, Finding, LevelResult, VerificationReport
 
 if TYPE_CHECKING:
-    from verify.models.qwen35 import Qwen35
+    from verify.models.base import TorchModel
 
 LLAMA_CPP = "llama.cpp"
-IN_TORCH = ("qwen35", "qwen35moe", "qwen3next")
 MODES = ("exact", "native", "both")
 _UNSEEN_WITHOUT_SOURCE = (
     "without --source: weights that are wrong but well formed, a head that is worse than its original, metadata that "
@@ -159,8 +158,12 @@ class _Check:
     @cached_property
     def assistant(self) -> Model | None:
         """The source of a drafter with a checkpoint of its own."""
+        return read_model(self.assistant_folder) if self.assistant_folder is not None else None
+
+    @cached_property
+    def assistant_folder(self) -> Path | None:
         given = self.options.assistant
-        return read_model(Path(locate(given).path)) if given is not None else None
+        return Path(locate(given).path) if given is not None else None
 
     def _source_of(self, file: GGUFModel) -> Model | None:
         """What a file was made from: the drafter's source for drafters."""
@@ -171,18 +174,24 @@ class _Check:
         return self.assistant if architecture is not None and architecture.drafts_for else self.source
 
     @cached_property
-    def engine(self) -> Qwen35:
-        return self._torch(self.file, self.options.sidecar)
+    def engine(self) -> TorchModel:
+        return self._torch(self.file, self.sidecar)
+
+    @property
+    def sidecar(self) -> Path | None:
+        """What drafts for the file, where that is not in it: of a folder, the assistant's."""
+        return self.options.sidecar or (self.assistant_folder if self.gguf is None else None)
 
     @cached_property
-    def reference(self) -> Qwen35 | None:
-        return self._torch(self.source_folder, None) if self.source_folder is not None else None
+    def reference(self) -> TorchModel | None:
+        """The source, with the source's drafter where that is a checkpoint of its own."""
+        return self._torch(self.source_folder, self.assistant_folder) if self.source_folder is not None else None
 
-    def _torch(self, file: Path, sidecar: Path | None) -> Qwen35:
+    def _torch(self, file: Path, sidecar: Path | None) -> TorchModel:
         try:
             import torch
 
-            from verify.models.qwen35 import open_model
+            from verify.models.opening import open_model
         except ImportError as error:
             raise EnvironmentFailure("torch is not installed", hint="pip install 'convert-mtp[verify]'") from error
         device = self.options.device
@@ -222,12 +231,16 @@ class _Check:
     @property
     def _not_in_torch(self) -> str:
         """Why torch does not run this; empty where it does."""
+        if self._runs:
+            return self._runs
         from verify.models.weights import open_weights
 
         name = open_weights(self.file).key("general.architecture")
-        if name in IN_TORCH or self._runs:
-            return self._runs
-        return f"{name} is not decoded in torch yet; --engine llama.cpp decodes it"
+        try:
+            from verify.models.opening import in_torch
+        except ImportError:
+            return ""  # opening it will say what is missing
+        return "" if in_torch(name) else f"{name} is not decoded in torch; --engine llama.cpp decodes it"
 
     # --- levels
 
@@ -283,7 +296,7 @@ class _Check:
         options = self.options
         modes = (EXACT, NATIVE) if options.mode == "both" else (options.mode,)
         plan = Plan(self.prompts, options.tokens, options.drafts, options.temperatures, modes, options.seed)
-        fresh = partial(decode_afresh, self.file, options.sidecar, self.engine)
+        fresh = partial(decode_afresh, self.file, self.sidecar, self.engine)
         return check_identity(self.engine, plan, fresh=fresh)
 
     def _acceptance(self) -> LevelResult:

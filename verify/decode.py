@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verify.models.qwen35 import HeadState, Qwen35, TrunkState
+from verify.models.base import HeadState, TorchModel, TrunkState
 
 _DUMMY = 0  # stands in rows that only fill up the width
 
@@ -62,8 +62,8 @@ class Stream:
 class Drafter(Protocol):
     """Guesses what comes next; the trunk decides."""
 
-    def begin(self, hidden: Tensor, prompt: Sequence[int]) -> None:
-        """A new text: the trunk's states [rows, hidden] of the prompt."""
+    def begin(self, hidden: Tensor, prompt: Sequence[int], trunk: TrunkState) -> None:
+        """A new text: the trunk's states [rows, hidden] of the prompt, and the one it goes on from."""
         ...
 
     def draft(self, token: int, most: int) -> list[int]:
@@ -76,24 +76,25 @@ class Drafter(Protocol):
 
 
 class HeadDrafter:
-    """The model's own MTP head, one layer, its own output as the next input (spec/qwen.md, section 4)."""
+    """The model's own head or drafter, its own output as the next input (spec/qwen.md, section 4; spec/gemma4.md)."""
 
-    def __init__(self, engine: Qwen35, context: int) -> None:
+    def __init__(self, engine: TorchModel, context: int) -> None:
         self.engine, self.context = engine, context
         self._state: HeadState
         self._kept: Tensor  # the trunk's state at the position before the next token
 
-    def begin(self, hidden: Tensor, prompt: Sequence[int]) -> None:
-        self._state = self.engine.head_state(self.context)
+    def begin(self, hidden: Tensor, prompt: Sequence[int], trunk: TrunkState) -> None:
+        self._state = self.engine.head_state(trunk, self.context)
         if len(prompt) > 1:
-            self.engine.head(hidden[:-1], self._ids(prompt[1:]), self._state)
+            self.engine.follow(hidden[:-1], self._ids(prompt[1:]), self._state)
         self._kept = hidden[-1:]
 
     def draft(self, token: int, most: int) -> list[int]:
-        decided, hidden, found = self._state.length, self._kept, []
+        decided, out, found = self._state.length, self._kept, []
         for _ in range(min(most, self.context - decided)):
-            hidden = self.engine.head(hidden, self._ids([token]), self._state)
-            token = int(self.engine.head_logits(hidden[-1]).argmax())
+            step = self.engine.chain if found else self.engine.head
+            out = step(out, self._ids([token]), self._state)
+            token = int(self.engine.head_logits(out[-1]).argmax())
             found.append(token)
         self._state.length = decided  # entries that rest on drafts are written again from the trunk's states
         return found
@@ -101,7 +102,7 @@ class HeadDrafter:
     def accept(self, hidden: Tensor, tokens: Sequence[int]) -> None:
         room = self.context - self._state.length
         before = torch.cat([self._kept, hidden[:-1]])
-        self.engine.head(before[:room], self._ids(tokens[:room]), self._state)
+        self.engine.follow(before[:room], self._ids(tokens[:room]), self._state)
         self._kept = hidden[-1:]
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
@@ -118,7 +119,7 @@ class ScriptedDrafter:
         self.script, self.wrong, self.vocabulary = script, wrong, vocabulary
         self.place = 0
 
-    def begin(self, hidden: Tensor, prompt: Sequence[int]) -> None:  # noqa: ARG002
+    def begin(self, hidden: Tensor, prompt: Sequence[int], trunk: TrunkState) -> None:  # noqa: ARG002
         self.place = 0
 
     def draft(self, token: int, most: int) -> list[int]:  # noqa: ARG002
@@ -144,13 +145,13 @@ def choose(row: Tensor, position: int, settings: Settings) -> int:
 
 
 def decode(
-    engine: Qwen35, prompt: Sequence[int], settings: Settings, drafter: Drafter | None = None, drafts: int = 0
+    engine: TorchModel, prompt: Sequence[int], settings: Settings, drafter: Drafter | None = None, drafts: int = 0
 ) -> Stream:
     """Continue a prompt of at least one token, with at most so many drafts a step; without a drafter plain decoding."""
     return _Run(engine, prompt, settings, drafter, drafts).whole()
 
 
-def prepare_exact(engine: Qwen35, width: int, context: int) -> set[object]:
+def prepare_exact(engine: TorchModel, width: int, context: int) -> set[object]:
     """Make rows of the engine independent of where they stand among `width` on this machine; returns what was not."""
     engine.single_rows = engine.unstable(width, context)
     return engine.single_rows
@@ -158,7 +159,7 @@ def prepare_exact(engine: Qwen35, width: int, context: int) -> set[object]:
 
 class _Run:
     def __init__(
-        self, engine: Qwen35, prompt: Sequence[int], settings: Settings, drafter: Drafter | None, drafts: int
+        self, engine: TorchModel, prompt: Sequence[int], settings: Settings, drafter: Drafter | None, drafts: int
     ) -> None:
         assert prompt
         assert not settings.width or drafts < settings.width
@@ -189,7 +190,7 @@ class _Run:
         assert last is not None
         logits = self.engine.logits(last)
         if self.drafter is not None:
-            self.drafter.begin(torch.cat(hidden), self.prompt)
+            self.drafter.begin(torch.cat(hidden), self.prompt, self.state)
         return logits[len(hidden[-1]) - 1].cpu()
 
     def _step(self) -> None:

@@ -13,7 +13,7 @@ from verify.engines.llama_cpp import DraftStep, Engine, draft_steps, run
 from verify.results import Finding, LevelResult, Verdict
 
 if TYPE_CHECKING:
-    from verify.models.qwen35 import Qwen35
+    from verify.models.base import TorchModel
 
 _NEAR_TIE = 0.05  # nats between the two best tokens below which the engine's own rounding may decide
 
@@ -24,7 +24,7 @@ def check_engine(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     drafts: Sequence[int],
-    model: Qwen35 | None = None,
+    model: TorchModel | None = None,
 ) -> LevelResult:
     """Decode all prompts greedily in llama.cpp, in this machine's process; see `_compared`.
 
@@ -139,7 +139,7 @@ def _differences(plain: Sequence[Completion], found: Sequence[Completion], name:
 
 
 def _candidates(
-    model: Qwen35, engine: Engine, prompts: Sequence[Sequence[int]]
+    model: TorchModel, engine: Engine, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[Finding], dict[str, float]]:
     """Mean distance of candidates' shares from our head's, fed with the state after the final norm, and before it.
 
@@ -175,14 +175,15 @@ _PROMPTS, _TOKENS = 3, 16
 _CLOSE = 0.03  # of shares among the ten best: K types round activations in the engine
 
 
-def _distance(model: Qwen35, text: list[int], begin: int, steps: Sequence[DraftStep], *, final_norm: bool) -> float:
+def _distance(model: TorchModel, text: list[int], begin: int, steps: Sequence[DraftStep], *, final_norm: bool) -> float:
     """Sum of |share in the engine - share by our head| over all candidates."""
     import torch
 
     ids = torch.tensor(text, device=model.device)
-    hidden = model.trunk(ids, model.trunk_state(len(text)), keep_rows=False, final_norm=final_norm)
+    trunk = model.trunk_state(len(text))
+    hidden = model.trunk(ids, trunk, keep_rows=False, final_norm=final_norm)
     longest = max((len(s.candidates) for s in steps), default=0)
-    state = model.head_state(len(text) + longest)
+    state = model.head_state(trunk, len(text) + longest)
     total = 0.0
     for step in steps:
         place = begin + step.place
@@ -194,6 +195,6 @@ def _distance(model: Qwen35, text: list[int], begin: int, steps: Sequence[DraftS
             shares = dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
             total += sum(abs(share - shares.get(token, 0.0)) for token, share in draft)
             if draft is not step.candidates[-1]:
-                out = model.head(out, torch.tensor([draft[0][0]], device=model.device), state)
+                out = model.chain(out, torch.tensor([draft[0][0]], device=model.device), state)
         state.length = decided
     return total

@@ -14,11 +14,12 @@ import torch
 
 from converter.errors import EnvironmentFailure
 from verify.decode import Settings, Stream, decode
-from verify.models.qwen35 import Qwen35, open_model
+from verify.models.base import TorchModel
+from verify.models.opening import open_model
 
 
 def decode_afresh(
-    file: Path, sidecar: Path | None, engine: Qwen35, settings: Settings, prompt: Sequence[int]
+    file: Path, sidecar: Path | None, engine: TorchModel, settings: Settings, prompt: Sequence[int]
 ) -> Stream:
     """The stream that a new process gives for this file, on the engine's device and with its rows alone."""
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verify.decode import Drafter, HeadDrafter, Settings, Stream, choose, decode, gumbel, prepare_exact
-from verify.models.qwen35 import Qwen35
+from verify.models.base import TorchModel
 from verify.results import Finding, LevelResult, Verdict
 
 EXACT, NATIVE = "exact", "native"
@@ -71,11 +71,11 @@ class Outcome:
     margins: list[float] = field(default_factory=list)  # of the tokens of plain decoding, greedy
 
 
-MakeDrafter = Callable[[Qwen35, int], Drafter]
+MakeDrafter = Callable[[TorchModel, int], Drafter]
 
 
 def check_identity(
-    engine: Qwen35,
+    engine: TorchModel,
     plan: Plan,
     make_drafter: MakeDrafter = HeadDrafter,
     fresh: Callable[[Settings, Sequence[int]], Stream] | None = None,
@@ -96,7 +96,7 @@ def check_identity(
 
 
 def _exact(
-    engine: Qwen35, plan: Plan, temperature: float, make: MakeDrafter,
+    engine: TorchModel, plan: Plan, temperature: float, make: MakeDrafter,
     fresh: Callable[[Settings, Sequence[int]], Stream] | None, outcome: Outcome,
 ) -> None:  # fmt: skip
     for n in plan.drafts:
@@ -116,7 +116,7 @@ def _exact(
 
 
 def _native(
-    engine: Qwen35, plan: Plan, temperature: float, make: MakeDrafter,
+    engine: TorchModel, plan: Plan, temperature: float, make: MakeDrafter,
     fresh: Callable[[Settings, Sequence[int]], Stream] | None, outcome: Outcome,
 ) -> None:  # fmt: skip
     settings = _settings(plan, temperature, 0)
@@ -145,7 +145,7 @@ def _note_margins(plain: Stream, temperature: float, first: bool, outcome: Outco
 
 
 def _controls(
-    engine: Qwen35, prompt: Sequence[int], settings: Settings, plain: Stream, make: MakeDrafter,
+    engine: TorchModel, prompt: Sequence[int], settings: Settings, plain: Stream, make: MakeDrafter,
     fresh: Callable[[Settings, Sequence[int]], Stream] | None, outcome: Outcome,
 ) -> bool:  # fmt: skip
     """Plain decoding again, in this process and a fresh one, and the drafting loop with no drafts."""

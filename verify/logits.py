@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from verify.models.qwen35 import Qwen35
+from verify.models.base import TorchModel
 from verify.results import Finding, LevelResult
 
 Module = Callable[[Tensor], Tensor]  # token ids [rows] to logits [rows, vocabulary]
@@ -22,7 +22,7 @@ _OWN_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def check_logits(
-    engine: Qwen35, reference: Qwen35, tokens: Sequence[int], bits: float, module: Module | None = None
+    engine: TorchModel, reference: TorchModel, tokens: Sequence[int], bits: float, module: Module | None = None
 ) -> LevelResult:
     """Both models over the same tokens, in chunks from an empty state. bits: per weight of the file's trunk.
 

@@ -19,7 +19,7 @@ from tests.oracles import transformers_model as reference
 from tests.verify.files import Parts
 from verify import verify
 from verify.engines.llama_cpp import Engine, complete
-from verify.models.qwen35 import open_model
+from verify.models.opening import open_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from verify import engine as level
 from verify.engine import check_engine
 from verify.engines.base import Completion, Run
 from verify.engines.llama_cpp import DraftStep, Engine, draft_steps
-from verify.models.qwen35 import Qwen35, open_model
+from verify.models.opening import open_model
+from verify.models.qwen35 import Qwen35
 from verify.results import Verdict
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")

@@ -13,9 +13,11 @@ import torch
 from converter.model import read_model
 from tests.conftest import EXAMPLE, checkpoint
 from tests.oracles.transformers_model import greedy, prompt_ids, reference
-from verify.models import qwen35
+from verify.models import base, opening, qwen35
 from verify.models.module import _stacked, module_logits, module_of, state_dict
-from verify.models.qwen35 import HeadState, Qwen35, TrunkState, open_model
+from verify.models.base import HeadState, TrunkState
+from verify.models.opening import open_model
+from verify.models.qwen35 import Qwen35
 from verify.models.weights import FileWeights, open_weights
 
 KINDS = ("dense", "moe")
@@ -111,7 +113,7 @@ def test_head_predicts_what_the_engine_prints() -> None:
     hidden = engine.trunk(torch.tensor(ids), engine.trunk_state(LENGTH))
     token = engine.logits(hidden[-1:]).argmax(-1)
     following = torch.cat([torch.tensor(ids[1:]), token])
-    states = engine.head(hidden, following, engine.head_state(LENGTH))
+    states = engine.head(hidden, following, engine.head_state(engine.trunk_state(1), LENGTH))
     best = engine.head_logits(states[-1]).topk(10)
     assert best.indices.tolist()[:3] == [677, 34, 506]
     assert best.values.softmax(-1).tolist()[:3] == pytest.approx([0.153, 0.141, 0.131], abs=6e-4)
@@ -126,7 +128,7 @@ def test_head_is_as_good_as_it_was_trained(kind: str) -> None:
     for ids, (tokens, _) in zip(prompt_ids(folder)[:6], greedy(folder, 64), strict=False):
         text = ids + list(tokens)
         hidden = engine.trunk(torch.tensor(text), engine.trunk_state(len(text)), keep_rows=False)
-        drafts = engine.head_logits(engine.head(hidden[:-1], torch.tensor(text[1:]), engine.head_state(len(text))))
+        drafts = engine.head_logits(engine.head(hidden[:-1], torch.tensor(text[1:]), engine.head_state(engine.trunk_state(1), len(text))))
         best = drafts.argmax(-1)[len(ids) - 1 : -1]  # drafted from the generated tokens' own places on
         hits += (best == torch.tensor(text[len(ids) + 1 :])).sum().item()
         total += len(best)
@@ -142,7 +144,7 @@ def test_head_entries_may_be_taken_back() -> None:
     def first(state: HeadState) -> torch.Tensor:
         return engine.head(hidden[:1], tokens[:1], state)
 
-    state = engine.head_state(8)
+    state = engine.head_state(engine.trunk_state(1), 8)
     fresh = first(state)
     engine.head(hidden[1:], tokens[1:], state)
     state.length = 0
@@ -178,7 +180,7 @@ def test_packed_weights_are_the_same_model(kind: str, mix: str, conversions) -> 
     results = []
     for engine in (whole, packed):
         hidden = engine.trunk(ids, engine.trunk_state(LENGTH))
-        drafted = engine.head(hidden[:-1], ids[1:], engine.head_state(LENGTH))
+        drafted = engine.head(hidden[:-1], ids[1:], engine.head_state(engine.trunk_state(1), LENGTH))
         results.append((engine.logits(hidden), engine.head_logits(drafted)))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -187,9 +189,9 @@ def test_packed_weights_are_the_same_model(kind: str, mix: str, conversions) -> 
 def test_weights_stay_packed_where_memory_is_short(monkeypatch) -> None:
     """The choice is made by the memory that is free."""
     assert open_model(EXAMPLE, None, "cpu").tensors.nbytes > 0
-    monkeypatch.setattr(qwen35, "_SHARE_OF_MEMORY", 1e-6)
+    monkeypatch.setattr(opening, "_SHARE_OF_MEMORY", 1e-6)
     asked = []
-    monkeypatch.setattr(qwen35, "load", lambda *_a, packed: asked.append(packed))
+    monkeypatch.setattr(base, "load", lambda *_a, packed: asked.append(packed))
     open_model(EXAMPLE, None, "cpu")
     assert asked == [True]
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from converter.archs import by_gguf_name
 from converter.errors import GGUFError
 from converter.execute import read_tensor
 from converter.gguf_model import GGUFModel, is_gguf, open_gguf
@@ -116,13 +117,48 @@ class FolderWeights:
         return None
 
 
+DRAFTER = "drafter."  # before all names of a drafter with a checkpoint of its own
+
+
+class DrafterWeights:
+    """What drafts for another model, its tensors and keys under names with a prefix."""
+
+    def __init__(self, own: Weights) -> None:
+        self.file, self.own = own.file, own
+
+    @staticmethod
+    def within(weights: Weights) -> Weights | None:
+        """The drafter of a pair, under its own names."""
+        sidecar = weights.sidecar if isinstance(weights, PairedWeights) else None
+        return sidecar.own if isinstance(sidecar, DrafterWeights) else None
+
+    def names(self) -> Collection[str]:
+        return [f"{DRAFTER}{name}" for name in self.own.names()]
+
+    def count(self) -> int:
+        return self.own.count()
+
+    def key(self, name: str, default: Any = None) -> Any:
+        return self.own.key(name.removeprefix(DRAFTER), default)
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self.own.tensor(name.removeprefix(DRAFTER))
+
+    def raw(self, name: str) -> Raw | None:
+        return self.own.raw(name.removeprefix(DRAFTER))
+
+
 class PairedWeights:
-    """A trunk's file and the head's sidecar as one model."""
+    """A trunk's file, and the head's sidecar or the drafter, as one model."""
 
     def __init__(self, trunk: Weights, sidecar: Weights) -> None:
-        self.file, self.trunk, self.sidecar = trunk.file, trunk, sidecar
-        block = f"blk.{trunk.key('block_count')}."
-        self._head = {n for n in sidecar.names() if n.startswith(block)}
+        architecture = by_gguf_name(str(sidecar.key("general.architecture")))
+        drafts = architecture is not None and architecture.drafts_for
+        self.file, self.trunk = trunk.file, trunk
+        self.sidecar: Weights = DrafterWeights(sidecar) if drafts else sidecar
+        prefix = DRAFTER if drafts else f"blk.{trunk.key('block_count')}."
+        self._own_keys = set() if drafts else {"block_count", "nextn_predict_layers"}
+        self._head = {n for n in self.sidecar.names() if n.startswith(prefix)}
 
     def names(self) -> Collection[str]:
         return [*self.trunk.names(), *sorted(self._head)]
@@ -131,8 +167,7 @@ class PairedWeights:
         return self.trunk.count() + self.sidecar.count()
 
     def key(self, name: str, default: Any = None) -> Any:
-        own = name in {"block_count", "nextn_predict_layers"}
-        return (self.sidecar if own else self.trunk).key(name, default)
+        return (self.sidecar if name in self._own_keys else self.trunk).key(name, default)
 
     def tensor(self, name: str) -> np.ndarray:
         return (self.sidecar if name in self._head else self.trunk).tensor(name)

@@ -1,0 +1,54 @@
+"""Which class runs which architecture in torch, and how a file or folder is opened as one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from converter.errors import UnsupportedError
+from verify.models.base import TorchModel
+from verify.models.gemma4 import Gemma4
+from verify.models.qwen35 import Qwen35
+from verify.models.weights import PairedWeights, Weights, open_weights
+
+_CLASSES: dict[str, type[TorchModel]] = {
+    "qwen35": Qwen35, "qwen35moe": Qwen35, "qwen3next": Qwen35, "gemma4": Gemma4,
+}  # fmt: skip
+_SHARE_OF_MEMORY = 0.8
+
+
+def in_torch(architecture: str) -> bool:
+    """Whether a trunk of that name is decoded here."""
+    return architecture in _CLASSES
+
+
+def open_model(file: Path, sidecar: Path | None, device: str) -> TorchModel:
+    """The model of a file or folder on a device, "cpu" in float32 or a CUDA device in bfloat16.
+
+    sidecar: the head's file, or for a drafter with a checkpoint of its own its file or folder. Where the values would not
+    fit the memory, matrices stay as they are stored and are dequantized when they multiply.
+    """
+    weights: Weights = open_weights(file)
+    if sidecar is not None:
+        weights = PairedWeights(weights, open_weights(sidecar))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return model_of(weights, device=device, dtype=dtype, packed=not _fits(weights, device, dtype))
+
+
+def model_of(weights: Weights, **how: object) -> TorchModel:
+    """The same of weights; `how` as TorchModel takes it."""
+    name = weights.key("general.architecture")
+    if name not in _CLASSES:
+        raise UnsupportedError("this architecture is not decoded in torch", weights.file, found=str(name))
+    return _CLASSES[name](weights, **how)
+
+
+def _fits(weights: Weights, device: str, dtype: torch.dtype) -> bool:
+    """Whether all values fit the device's free memory, with room for what is computed."""
+    if device == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = torch.cuda.mem_get_info(torch.device(device))[0]
+    return weights.count() * dtype.itemsize < _SHARE_OF_MEMORY * free
