@@ -25,9 +25,7 @@ _DEAD = 0.02
 
 @dataclass(frozen=True)
 class Texts:
-    """Greedy texts of a trunk: token ids [length], hidden states [length, hidden], the trunk's state after them, places
-    where drafting begins.
-    """
+    """Greedy texts of a trunk: ids [length], hidden [length, hidden], its state after them, where drafting begins."""
 
     ids: Sequence[Tensor]
     hidden: Sequence[Tensor]
@@ -93,15 +91,14 @@ def check_acceptance(
                 f"{_rate(mine[0]):.0%}", likeliest_cause(engine, texts, mine[0]),
             )
         )  # fmt: skip
-    elif bound and _sigmas(mine[0], bound) < -_SIGMAS:
+    elif theirs and (worse := [k for k in range(drafts) if _sigmas(mine[k], theirs[k]) < -_SIGMAS]):
+        k = worse[0]
         findings.append(
             Finding(
-                "acceptance is lower than the source's own head's",
-                "first draft",
-                f"{_rate(bound):.1%}",
-                f"{_rate(mine[0]):.1%}",
+                "acceptance is lower than the source's own head's", f"draft {k + 1}", f"{_rate(theirs[k]):.1%}",
+                f"{_rate(mine[k]):.1%}", likeliest_cause(engine, texts, mine[0]),
             )
-        )
+        )  # fmt: skip
     elif bound is None and (cause := likeliest_cause(engine, texts, mine[0])):
         findings.append(
             Finding(

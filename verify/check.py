@@ -14,7 +14,7 @@ from converter.errors import EnvironmentFailure, GGUFError, InputError, UsageErr
 from converter.gguf_model import GGUFModel, is_gguf, open_gguf
 from converter.hub import locate
 from converter.model import Model, read_model
-from converter.plan import DRAFTER
+from converter.plan import DRAFTER, refuse_strangers
 from verify.results import LEVELS, Finding, LevelResult, VerificationReport
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class _Check:
         self.source_folder = source
         if source is not None:
             _ = self.source  # one that cannot be read is not the file's fault
+        self._refuse_strangers()
         report = VerificationReport(self.file, source)
         levels = self.options.levels or [
             level for level in LEVELS if level != "engine" or self.options.engine is not None
@@ -116,6 +117,12 @@ class _Check:
         if source is None and self.gguf is not None:
             report.unseen.append(_UNSEEN_WITHOUT_SOURCE)
         return report
+
+    def _refuse_strangers(self) -> None:
+        """Raise CheckpointError for an assistant of another model."""
+        target = self.source or (read_model(self.file) if self.gguf is None else None)
+        if self.assistant is not None and target is not None and not target.architecture.drafts_for:
+            refuse_strangers(self.assistant, target)
 
     def _level(self, level: str) -> LevelResult:
         """One level; what keeps the file from being run at all is a finding."""
@@ -269,8 +276,8 @@ class _Check:
         if self._not_in_torch or self.gguf is None or self.reference is None:
             return self._skip("logits", self._not_in_torch or "there is no source to compare with")
         bits = _bits_per_weight(self.gguf)
-        text = text_ids(self.encode, self.options.text, self.options.text_tokens)
-        return check_logits(self.engine, self.reference, text, bits, self._module())
+        text, first = text_ids(self.encode, self.options.text, self.options.text_tokens), self.encode("")
+        return check_logits(self.engine, self.reference, text[len(first) :], bits, self._module(), first)
 
     def _module(self) -> Callable[[Any], Any] | None:
         """Transformers' own module of the file's weights, where memory allows."""

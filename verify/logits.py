@@ -22,16 +22,18 @@ _OWN_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def check_logits(
-    engine: TorchModel, reference: TorchModel, tokens: Sequence[int], bits: float, module: Module | None = None
-) -> LevelResult:
+    engine: TorchModel, reference: TorchModel, tokens: Sequence[int], bits: float, module: Module | None = None,
+    first: Sequence[int] = (),
+) -> LevelResult:  # fmt: skip
     """Both models over the same tokens, in chunks from an empty state. bits: per weight of the file's trunk.
 
+    first: what stands before every chunk, the begin token of models that want one.
     module: transformers' logits for the weights of the file, which our own must equal but for rounding.
     """
     divergences: list[Tensor] = []
     same = total = 0
     loss = {"file": 0.0, "source": 0.0}
-    for ids in _chunks(tokens, engine.device):
+    for ids in _chunks(tokens, first, engine.device):
         mine, theirs = (m.logits(m.trunk(ids, m.trunk_state(len(ids)), keep_rows=False)) for m in (engine, reference))
         if not torch.isfinite(mine).all():
             return LevelResult("logits", "the file gives no finite logits", [Finding("logits are not finite")])
@@ -64,7 +66,7 @@ def check_logits(
             )
         )
     if module is not None:
-        ids = next(_chunks(tokens, engine.device))
+        ids = next(_chunks(tokens, first, engine.device))
         ours = engine.logits(engine.trunk(ids, engine.trunk_state(len(ids)), keep_rows=False)).log_softmax(-1).cpu()
         theirs = module(ids.cpu()).log_softmax(-1)
         own = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
@@ -86,6 +88,7 @@ def check_logits(
     return LevelResult("logits", summary, findings, data)
 
 
-def _chunks(tokens: Sequence[int], device: torch.device) -> Iterator[Tensor]:
-    for at in range(0, len(tokens) - 1, CHUNK):
-        yield torch.tensor(tokens[at : at + CHUNK], device=device)
+def _chunks(tokens: Sequence[int], first: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+    size = CHUNK - len(first)
+    for at in range(0, len(tokens) - 1, size):
+        yield torch.tensor([*first, *tokens[at : at + size]], device=device)

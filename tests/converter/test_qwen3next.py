@@ -115,3 +115,44 @@ def test_layers_without_experts_are_refused(tmp_path: Path) -> None:
     edit_json(other / "config.json", lambda c: c.update(mlp_only_layers=[1]))
     with pytest.raises(UnsupportedError, match="without experts"):
         convert(other, tmp_path / "x.gguf")
+
+
+# --- a trained one (scripts/fixtures/train_qwen3next.py)
+
+TRAINED = Path(__file__).parents[1] / "fixtures" / "tiny-qwen3-next"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    convert(TRAINED, out / "{type}.gguf", types=["BF16", "Q4_K_M"])
+    return out
+
+
+@pytest.mark.parametrize("mix", ["BF16", "Q4_K_M"])
+def test_a_trained_head_drafts(trained: Path, mix: str) -> None:
+    """At least half of the first drafts are accepted, and no token changes but at near-ties."""
+    pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
+    ids = reference.prompt_ids(TRAINED)
+    file = str(trained / f"{mix}.gguf")
+    plain, drafted = complete(Engine(file), ids, 48, margins=True), complete(Engine(file, None, 1), ids, 48)
+    for a, b in zip(plain, drafted, strict=True):
+        first = next((k for k in range(48) if a.tokens[k] != b.tokens[k]), None)
+        assert first is None or a.margins[first] < 0.05
+    assert sum(c.accepted or 0 for c in drafted) / sum(c.drafted or 0 for c in drafted) >= 0.5
+    if mix == "BF16":
+        for answer, (tokens, margins) in zip(plain, reference.greedy(TRAINED, 48), strict=True):
+            first = next((k for k in range(48) if answer.tokens[k] != tokens[k]), None)
+            assert first is None or margins[first] < 0.05
+
+
+def test_a_trained_head_at_all_levels(trained: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\nimport sys\n\nclass Message:\n    def\n")
+    report = verify(
+        trained / "Q4_K_M.gguf", source=TRAINED, prompts=prompts, tokens=24, drafts=(2,), text_tokens=512
+    )  # fmt: skip
+    assert report.exit_code == 0, report.as_text()
+    assert {r.level for r in report.levels if r.verdict.name == "PASSED"} == {
+        "structure", "fidelity", "logits", "identity", "acceptance",
+    }  # fmt: skip

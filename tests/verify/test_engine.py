@@ -88,12 +88,13 @@ def test_divergences_are_judged_by_the_engines_margins(monkeypatch) -> None:
     assert result.findings[2].found == "the end"
 
 
-def test_an_engine_that_prints_no_candidates(monkeypatch) -> None:
+def test_an_engine_that_prints_no_candidates(monkeypatch, conversions) -> None:
     """Nothing compared is not a pass."""
     monkeypatch.setattr(level, "run", lambda *_a: answers((1, 2)))
     monkeypatch.setattr(level, "draft_steps", lambda *_a: (answers((1, 2)).completions[0], list[DraftStep]()))
     model = open_model(EXAMPLE, None, "cpu")
-    result = check_engine(Path("x.gguf"), None, [[5, 6]], 2, (2,), model)
+    file = conversions("dense", "bundled") / "Q8_0.gguf"
+    result = check_engine(file, None, [[5, 6]], 2, (2,), model)
     assert result.verdict is Verdict.INCONCLUSIVE
 
 

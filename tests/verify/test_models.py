@@ -13,9 +13,9 @@ import torch
 from converter.model import read_model
 from tests.conftest import EXAMPLE, checkpoint
 from tests.oracles.transformers_model import greedy, prompt_ids, reference
-from verify.models import base, opening, qwen35
-from verify.models.module import _stacked, module_logits, module_of, state_dict
+from verify.models import base, opening
 from verify.models.base import HeadState, TrunkState
+from verify.models.module import _stacked, module_logits, module_of, state_dict
 from verify.models.opening import open_model
 from verify.models.qwen35 import Qwen35
 from verify.models.weights import FileWeights, open_weights
@@ -128,7 +128,9 @@ def test_head_is_as_good_as_it_was_trained(kind: str) -> None:
     for ids, (tokens, _) in zip(prompt_ids(folder)[:6], greedy(folder, 64), strict=False):
         text = ids + list(tokens)
         hidden = engine.trunk(torch.tensor(text), engine.trunk_state(len(text)), keep_rows=False)
-        drafts = engine.head_logits(engine.head(hidden[:-1], torch.tensor(text[1:]), engine.head_state(engine.trunk_state(1), len(text))))
+        drafts = engine.head_logits(
+            engine.head(hidden[:-1], torch.tensor(text[1:]), engine.head_state(engine.trunk_state(1), len(text)))
+        )
         best = drafts.argmax(-1)[len(ids) - 1 : -1]  # drafted from the generated tokens' own places on
         hits += (best == torch.tensor(text[len(ids) + 1 :])).sum().item()
         total += len(best)
@@ -191,7 +193,8 @@ def test_weights_stay_packed_where_memory_is_short(monkeypatch) -> None:
     assert open_model(EXAMPLE, None, "cpu").tensors.nbytes > 0
     monkeypatch.setattr(opening, "_SHARE_OF_MEMORY", 1e-6)
     asked = []
-    monkeypatch.setattr(base, "load", lambda *_a, packed: asked.append(packed))
+    load = base.load
+    monkeypatch.setattr(base, "load", lambda *a, packed: (asked.append(packed), load(*a, packed=packed))[1])
     open_model(EXAMPLE, None, "cpu")
     assert asked == [True]
 

@@ -31,7 +31,7 @@ def state_dict(weights: Weights, source: Model) -> dict[str, torch.Tensor]:
     """The trunk's tensors under the names of the checkpoint, float32; experts stacked as transformers has them."""
     made: dict[str, np.ndarray] = {}
     for rule in source.rules:
-        if rule.role is Role.MTP:
+        if rule.role is Role.MTP or not rule.sources:
             continue
         values = weights.tensor(rule.target)
         for k, name in enumerate(rule.sources):
@@ -58,24 +58,22 @@ def _stacked(made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def module_of(weights: Weights, source: Model) -> Any:
     """Transformers' causal language model of the source's config, with the weights of a file, in float32 on the CPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     config = AutoConfig.from_pretrained(source.config.file.parent).get_text_config()
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = state_dict(weights, source)
     if "lm_head.weight" not in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    module.load_state_dict(state, strict=True, assign=True)
-    _fill_buffers(module, config)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001  (no other way to ask for the class)
+    module, told = kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
+    lost = {k: sorted(v) for k, v in told.items() if v}
+    if lost:
+        raise RuntimeError(f"transformers' module does not take these tensors: {lost}")
     return module.eval()
-
-
-def _fill_buffers(module: Any, config: Any) -> None:
-    """What is not in any state dict, the rotary tables, is made anew: on "meta" it has no values."""
-    for name, part in list(module.named_modules()):
-        if any(b.is_meta for b in part.buffers(recurse=False)):
-            parent, _, child = name.rpartition(".")
-            setattr(module.get_submodule(parent), child, type(part)(config=config))
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def open_model(file: Path, sidecar: Path | None, device: str) -> TorchModel:
     return model_of(weights, device=device, dtype=dtype, packed=not _fits(weights, device, dtype))
 
 
-def model_of(weights: Weights, **how: object) -> TorchModel:
+def model_of(weights: Weights, **how: Any) -> TorchModel:
     """The same of weights; `how` as TorchModel takes it."""
     name = weights.key("general.architecture")
     if name not in _CLASSES:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from verify.models.base import (
     HeadState,
     Keys,
+    KeyValues,
     Recurrent,
     TorchModel,
     TrunkState,
