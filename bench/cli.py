@@ -26,7 +26,9 @@ def _bench_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help=".gguf files")
     parser.add_argument("-o", "--out", metavar="DIR", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--source", metavar="MODEL", help="folder or Hub id of the checkpoint, for --mtp-types")
+    parser.add_argument(
+        "--source", metavar="MODEL", help="checkpoint that --mtp-types makes heads from; of Gemma 4 the assistant's"
+    )
     parser.add_argument("--sidecar", metavar="FILE", type=Path, help="the head of trunk-only files")
     parser.add_argument(
         "--engine", metavar="llama.cpp|torch|URL", action="append", default=[], help="repeatable (default: llama.cpp)"

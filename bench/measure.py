@@ -192,9 +192,11 @@ class _Measurement:
         """A prompt behind as much text as it takes; longer ones lose their beginning."""
         if not context:
             return tuple(prompt)
+        first = self.encode("")  # the begin token, of models that want one
+        own, filling = prompt[len(first) :], self.filling[len(first) :]
         missing = max(0, context - len(prompt))
-        text = self.filling * (missing // len(self.filling) + 1)
-        return (*text[:missing], *prompt[-context:])
+        text = filling * (missing // len(filling) + 1)
+        return (*first, *text[:missing], *own[-(context - len(first)) :])
 
     def _heads(self) -> Mapping[tuple[str, str], Path | None]:
         """The sidecar of every file and head; types that are asked for are made from the source, once."""
@@ -218,12 +220,16 @@ class _Measurement:
 
     def _made(self, mix: str) -> Path:
         from converter import convert
+        from converter.heads import inspect
 
         file = self.folder / "heads" / f"mtp-{mix}.gguf"
         if not file.exists():
             assert self.options.source is not None
             file.parent.mkdir(parents=True, exist_ok=True)
-            convert(self.options.source, file, types=[mix], mtp="only", mtp_type="match")
+            if inspect(self.options.source).drafts_for:  # a drafter with a checkpoint of its own
+                convert(self.options.source, file, types=[mix])
+            else:
+                convert(self.options.source, file, types=[mix], mtp="only", mtp_type="match")
         return file
 
     # --- measuring

@@ -92,7 +92,7 @@ class Torch:
         if key not in self._models:
             sidecar = self.sidecars.get(key)
             if head == OWN or sidecar is None:
-                self._models[key] = open_model(Path(file), None, self.device)
+                self._models[key] = open_model(Path(file), sidecar, self.device)
             else:
                 self._models[key] = self.model(file, OWN).with_head(sidecar)
         return self._models[key]

@@ -308,3 +308,42 @@ def test_a_drafter_that_guesses_badly(
     record_property("levels", "acceptance" if report.exit_code else "")
     assert report.exit_code == 1, report.as_text()
     assert words in report.as_text()
+
+
+# --- bench-mtp
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
+def test_bench_with_a_drafter(pair, assistant: Path, tmp_path: Path, engine: str) -> None:
+    """The drafter's own file, and others that are made from its checkpoint."""
+    from bench.cli import bench_main
+    from bench.store import Store
+    from bench.summary import Results
+
+    if engine == "llama.cpp":
+        pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install 'convert-mtp[llamacpp]'")
+    for name, heads in (
+        ("own", ["--sidecar", str(pair[1])]),
+        ("made", ["--source", str(assistant), "--mtp-types", "Q4_0"]),
+    ):
+        out = tmp_path / name
+        small = [
+            "--drafts",
+            "0,1",
+            "--tasks",
+            "code",
+            "--prompts",
+            "2",
+            "--tokens",
+            "16",
+            "--runs",
+            "1",
+            "--threads",
+            "1",
+            "--no-costs",
+            "--quiet",
+        ]
+        assert bench_main([str(pair[0]), *heads, "--engine", engine, "-o", str(out), *small]) == 0
+        found = Results(Store(out)).drafting
+        assert found
+        assert all(stats.acceptance is not None and stats.acceptance > 0.4 for stats in found)
