@@ -120,8 +120,11 @@ class _Check:
 
     def _refuse_strangers(self) -> None:
         """Raise CheckpointError for an assistant of another model."""
-        target = self.source or (read_model(self.file) if self.gguf is None else None)
-        if self.assistant is not None and target is not None and not target.architecture.drafts_for:
+        if self.assistant is None:
+            return
+        is_folder = self.gguf_error is None and self.gguf is None
+        target = self.source or (read_model(self.file) if is_folder else None)
+        if target is not None and not target.architecture.drafts_for:
             refuse_strangers(self.assistant, target)
 
     def _level(self, level: str) -> LevelResult:

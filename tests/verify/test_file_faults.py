@@ -196,11 +196,12 @@ def test_a_file_that_cannot_be_read(conversions, tmp_path: Path, record_property
     """Structure fails, nothing else runs, and there is no traceback."""
     file = tmp_path / "x.gguf"
     file.write_bytes(BROKEN[fault]((conversions("dense", "bundled") / "Q4_K_M.gguf").read_bytes()))
-    report = verify(file, Options(checkpoint("dense")))
-    record_property("fault", fault)
-    record_property("levels", ",".join(r.level for r in report.levels))
-    assert report.exit_code == 1
-    assert [r.level for r in report.levels] == ["structure"]
+    for options in (Options(checkpoint("dense")), Options()):
+        report = verify(file, options)
+        record_property("fault", fault)
+        record_property("levels", ",".join(r.level for r in report.levels))
+        assert report.exit_code == 1
+        assert [r.level for r in report.levels] == ["structure"]
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -310,6 +310,14 @@ def test_a_drafter_that_guesses_badly(
     assert words in report.as_text()
 
 
+def test_a_broken_target_is_a_finding(pair, assistant: Path, tmp_path: Path) -> None:
+    """Also where an assistant is given that might be compared with it."""
+    (tmp_path / "x.gguf").write_bytes(pair[0].read_bytes()[:-1000])
+    report = verify(tmp_path / "x.gguf", Options(assistant=assistant))
+    assert report.exit_code == 1
+    assert [r.level for r in report.levels] == ["structure"]
+
+
 # --- bench-mtp
 
 
