@@ -196,7 +196,7 @@ class _Measurement:
         own, filling = prompt[len(first) :], self.filling[len(first) :]
         missing = max(0, context - len(prompt))
         text = filling * (missing // len(filling) + 1)
-        return (*first, *text[:missing], *own[-(context - len(first)) :])
+        return (*first, *text[:missing], *own[max(0, len(prompt) - context) :])
 
     def _heads(self) -> Mapping[tuple[str, str], Path | None]:
         """The sidecar of every file and head; types that are asked for are made from the source, once."""

@@ -32,6 +32,18 @@ def checkpoint(kind: str) -> Path:
     return EXAMPLE if kind == "dense" else shared("tiny-qwen3.5-moe")
 
 
+@pytest.fixture(scope="session")
+def target() -> Path:
+    """The trained Gemma 4."""
+    return shared("tiny-gemma4")
+
+
+@pytest.fixture(scope="session")
+def assistant() -> Path:
+    """Its drafter."""
+    return shared("tiny-gemma4-assistant")
+
+
 def script(name: str) -> ModuleType:
     """A program of scripts/fixtures as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "fixtures" / f"{name}.py")

@@ -24,35 +24,34 @@ _DEAD = 0.02
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Greedy texts of a trunk: ids [length], hidden [length, hidden], its state after them, where drafting begins."""
+class Text:
+    """A greedy text: ids [length], the trunk's states [length, hidden] and its state after them, where drafts begin."""
 
-    ids: Sequence[Tensor]
-    hidden: Sequence[Tensor]
-    states: Sequence[TrunkState]
-    begins: Sequence[int]
+    ids: Tensor
+    hidden: Tensor
+    trunk: TrunkState
+    begin: int
 
 
-def greedy_texts(engine: TorchModel, prompts: Sequence[Sequence[int]], tokens: int) -> Texts:
+def greedy_texts(engine: TorchModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[Text]:
     """Continue the prompts, and evaluate the trunk over prompt and answer once."""
-    ids, hidden, states = [], [], []
+    texts = []
     for prompt in prompts:
         settings = Settings(tokens, context=len(prompt) + tokens + 1)
-        text = torch.tensor([*prompt, *decode(engine, prompt, settings).tokens], device=engine.device)
-        ids.append(text)
-        states.append(engine.trunk_state(len(text)))
-        hidden.append(engine.trunk(text, states[-1], keep_rows=False))
-    return Texts(ids, hidden, states, [len(p) for p in prompts])
+        ids = torch.tensor([*prompt, *decode(engine, prompt, settings).tokens], device=engine.device)
+        state = engine.trunk_state(len(ids))
+        texts.append(Text(ids, engine.trunk(ids, state, keep_rows=False), state, len(prompt)))
+    return texts
 
 
-def accepted_by_position(head: TorchModel, texts: Texts, drafts: int) -> list[tuple[int, int]]:
+def accepted_by_position(head: TorchModel, texts: Sequence[Text], drafts: int) -> list[tuple[int, int]]:
     """(accepted, drafted) for draft positions 1 … drafts, cumulative: all before it were right too."""
     counts = [[0, 0] for _ in range(drafts)]
-    for ids, hidden, trunk, begin in zip(texts.ids, texts.hidden, texts.states, texts.begins, strict=True):
-        count = len(ids)
-        state = head.head_state(trunk, count + drafts)
-        head.follow(hidden[: begin - 1], ids[1:begin], state)
-        for place in range(begin, count - 1):
+    for text in texts:
+        ids, hidden, count = text.ids, text.hidden, len(text.ids)
+        state = head.head_state(text.trunk, count + drafts)
+        head.follow(hidden[: text.begin - 1], ids[1 : text.begin], state)
+        for place in range(text.begin, count - 1):
             # Drafting after token `place`: its entry pairs it with the trunk's state before it.
             out = head.head(hidden[place - 1 : place], ids[place : place + 1], state)
             length, token = state.length, int(head.head_logits(out[-1]).argmax())
@@ -129,18 +128,16 @@ def _sigmas(mine: tuple[int, int], bound: tuple[int, int]) -> float:
     return (_rate(mine) - _rate(bound)) / error
 
 
-def likeliest_cause(engine: TorchModel, texts: Texts, mine: tuple[int, int]) -> str:
+def likeliest_cause(engine: TorchModel, texts: Sequence[Text], mine: tuple[int, int]) -> str:
     """The change to the head that makes it guess much better, if one of the usual ones does."""
     tensors = engine.tensors
     matrices = [n for n in engine.head_tensors() if len(tensors.shape(n)) > 1]
     if not any(bool(tensors[n].any()) for n in matrices):
         return "all weights of the head are zero"
-    few = {name: list(values)[:3] for name, values in vars(texts).items()}
-    some = Texts(**few)
     best, cause = max(0.1, 1.25 * _rate(mine)), ""
     for words, change in engine.head_faults.items():
         changed = engine.with_tensors(change(tensors))
-        rate = _rate(accepted_by_position(changed, some, 1)[0])
+        rate = _rate(accepted_by_position(changed, texts[:3], 1)[0])
         if rate > best:
             best, cause = rate, words
     return cause

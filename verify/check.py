@@ -228,7 +228,7 @@ class _Check:
     def _skip(self, level: str, why: str) -> LevelResult:
         return LevelResult(level, f"skipped: {why}", skipped=True)
 
-    @property
+    @cached_property
     def _runs(self) -> str:
         """Why this cannot be decoded by itself; empty where it can."""
         if self.gguf is not None:
@@ -238,7 +238,7 @@ class _Check:
                 return "this file only drafts: give the trunk's file, and this one with --sidecar"
         return ""
 
-    @property
+    @cached_property
     def _not_in_torch(self) -> str:
         """Why torch does not run this; empty where it does."""
         if self._runs:

@@ -30,16 +30,6 @@ TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def target() -> Path:
-    return shared("tiny-gemma4")
-
-
-@pytest.fixture(scope="module")
-def assistant() -> Path:
-    return shared("tiny-gemma4-assistant")
-
-
-@pytest.fixture(scope="module")
 def pairs(target: Path, assistant: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Targets of all mixes, and drafters of the same."""
     out = tmp_path_factory.mktemp("gemma4")

@@ -64,3 +64,17 @@ class Parts:
 
 
 Change = Callable[[Parts], object]
+
+
+def values(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """One tensor's values changed."""
+
+    def apply(file: Parts) -> None:
+        file[name] = change(file[name])
+
+    return apply
+
+
+def noise(x: np.ndarray) -> np.ndarray:
+    """Of the same shape and spread."""
+    return np.random.default_rng(5).standard_normal(x.shape).astype(np.float32) * x.std()

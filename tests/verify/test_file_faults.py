@@ -11,19 +11,12 @@ import pytest
 
 from converter.gguf_file import u32
 from tests.conftest import checkpoint
-from tests.verify.files import Change, Parts
+from tests.verify.files import Change, Parts, noise, values
 from verify.check import Options, verify
 from verify.results import Verdict
 
 A, HEAD = "qwen35", "blk.4"
 FULL = "blk.3"  # the trunk's layer with full attention
-
-
-def values(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    def apply(file: Parts) -> None:
-        file[name] = change(file[name])
-
-    return apply
 
 
 def heads(count: int, dim: int, order: list[int]) -> Callable[[np.ndarray], np.ndarray]:
@@ -34,10 +27,6 @@ def heads(count: int, dim: int, order: list[int]) -> Callable[[np.ndarray], np.n
 def untiled(x: np.ndarray) -> np.ndarray:
     """Value heads as the source has them: grouped by key head (2 key heads, 2 value heads each)."""
     return x.reshape(2, 2, -1, x.shape[-1]).transpose(1, 0, 2, 3).reshape(x.shape)
-
-
-def noise(x: np.ndarray) -> np.ndarray:
-    return np.random.default_rng(5).standard_normal(x.shape).astype(np.float32) * x.std()
 
 
 def another_head(file: Parts) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +12,10 @@ from converter import convert
 from converter.errors import CheckpointError
 from converter.imatrix import read_imatrix
 from converter.model import read_model
-from tests.conftest import EXAMPLE, script, shared
+from tests.conftest import EXAMPLE, script
 from tests.oracles import transformers_model as reference
-from tests.verify.files import Change, Parts
+from tests.verify.files import Change, Parts, values
+from tests.verify.mutants import mutated
 from verify.calibrate import calibrate
 from verify.check import Options, verify
 from verify.decode import HeadDrafter, ScriptedDrafter, Settings, decode, prepare_exact
@@ -29,16 +27,6 @@ from verify.models.module import module_logits, module_of
 from verify.models.opening import open_model
 from verify.models.weights import PairedWeights, open_weights
 from verify.results import Verdict
-
-
-@pytest.fixture(scope="module")
-def target() -> Path:
-    return shared("tiny-gemma4")
-
-
-@pytest.fixture(scope="module")
-def assistant() -> Path:
-    return shared("tiny-gemma4-assistant")
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +154,6 @@ def test_calibration(target: Path, tmp_path: Path) -> None:
 # --- faults in the formulas: transformers' module, or the engine's candidates, tell
 
 
-def mutated(old: str, new: str) -> type[Gemma4]:
-    """The class with one piece of its source exchanged."""
-    source = Path(str(good.__file__)).read_text()
-    assert source.count(old) == 1, (source.count(old), old)
-    copy = types.ModuleType("mutated_gemma4")
-    sys.modules[copy.__name__] = copy
-    exec(compile(source.replace(old, new), str(good.__file__), "exec"), copy.__dict__)
-    return copy.Gemma4
-
-
 TRUNK: dict[str, tuple[str, str, str]] = {
     "missing embedding scale": (
         "tokens) * math.sqrt(self.sizes.hidden)", "tokens)", "trained"),
@@ -199,7 +177,7 @@ def test_a_fault_in_the_trunk(target: Path, random_models, text: torch.Tensor, r
     weights = open_weights(folder)
     module = module_of(weights, read_model(folder))
     results = {}
-    for name, engine in (("good", Gemma4(weights)), ("broken", mutated(old, new)(weights))):
+    for name, engine in (("good", Gemma4(weights)), ("broken", mutated(good, old, new).Gemma4(weights))):
         results[name] = check_logits(engine, engine, text.tolist(), 16, lambda ids: module_logits(module, ids))
     record_property("fault", fault)
     record_property("levels", "logits" if results["broken"].verdict is Verdict.FAILED else "")
@@ -213,8 +191,8 @@ DRAFTER: dict[str, tuple[str, str]] = {
     "drafter's embeddings not scaled": (
         "torch.cat([self._embedded(tokens), hidden", "torch.cat([self._embedded(tokens) / 16, hidden"),
     "position moves on while drafting": (
-        'hidden = self._linear(f"{DRAFTER}nextn.post_projection.weight", out)\n',
-        'hidden = self._linear(f"{DRAFTER}nextn.post_projection.weight", out)\n        state.length += 1\n'),
+        'hidden = self._linear(f"{DRAFTER_PREFIX}nextn.post_projection.weight", out)\n',
+        'hidden = self._linear(f"{DRAFTER_PREFIX}nextn.post_projection.weight", out)\n        state.length += 1\n'),
 }  # fmt: skip
 
 
@@ -228,17 +206,13 @@ def test_a_fault_in_the_drafter(target: Path, assistant: Path, tmp_path: Path, r
     prompts = reference.prompt_ids(target)[:2]
     clean = check_engine(file, head, prompts, 12, (3,), Gemma4(weights))
     assert clean.data["candidates"]["mean"] < 0.003
-    result = check_engine(file, head, prompts, 12, (3,), mutated(*DRAFTER[fault])(weights))
+    result = check_engine(file, head, prompts, 12, (3,), mutated(good, *DRAFTER[fault]).Gemma4(weights))
     record_property("fault", fault)
     record_property("levels", "engine" if result.verdict is Verdict.FAILED else "")
     assert any("not those of the head" in f.what for f in result.findings), result.data["candidates"]
 
 
 # --- faults in the files
-
-
-def values(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    return lambda file: file.__setitem__(name, change(file[name]))
 
 
 A = "gemma4"

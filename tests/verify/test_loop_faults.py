@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +11,8 @@ import torch
 
 from tests.conftest import EXAMPLE, checkpoint
 from tests.oracles.transformers_model import prompt_ids
-from tests.verify.files import Change, Parts
+from tests.verify.files import Change, Parts, noise
+from tests.verify.mutants import mutated
 from verify import decode as good_loop
 from verify import identity
 from verify.check import Options, verify
@@ -58,16 +57,6 @@ def accepted_tokens() -> frozenset[int]:
                 break
             at += accepted + 1
     return frozenset(found)
-
-
-def mutated(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
-    """The module with one piece of its source exchanged."""
-    source = Path(str(module.__file__)).read_text()
-    assert source.count(old) == 1, (source.count(old), old)
-    copy = types.ModuleType(f"mutated_{module.__name__.replace('.', '_')}")
-    sys.modules[copy.__name__] = copy  # dataclasses look their module up
-    exec(compile(source.replace(old, new), str(module.__file__), "exec"), copy.__dict__)
-    return copy
 
 
 def mutated_engine(old: str, new: str) -> type[Qwen35]:
@@ -230,10 +219,6 @@ def test_native_mode_tells_near_ties_from_mismatches(by: float, verdict: Verdict
 
 
 # --- heads
-
-
-def noise(x: np.ndarray) -> np.ndarray:
-    return np.random.default_rng(5).standard_normal(x.shape).astype(np.float32) * x.std()
 
 
 def every(part: str, change) -> Change:

@@ -74,9 +74,6 @@ class HeadState:
 class TorchModel(ABC):
     """A trunk, and what drafts for it, with their weights on a device. Works on one sequence at a time."""
 
-    # What a head's tensors may be wrong in -> the change that puts it right.
-    head_faults: Mapping[str, Change] = {}
-
     def __init__(
         self,
         weights: Weights,
@@ -107,6 +104,11 @@ class TorchModel(ABC):
     @abstractmethod
     def head_tensors(self) -> Collection[str]:
         """Names of the tensors that only drafting needs."""
+
+    @property
+    @abstractmethod
+    def head_faults(self) -> Mapping[str, Change]:
+        """What a head's tensors may be wrong in, and the change that puts it right."""
 
     @abstractmethod
     def with_head(self, file: Path) -> Self:
@@ -174,9 +176,6 @@ class TorchModel(ABC):
 
     def _output(self) -> str:
         return "output.weight" if "output.weight" in self.tensors else "token_embd.weight"
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, device=self.device)
 
     def _key_values(self, length: int, kv_heads: int, head_dim: int) -> KeyValues:
         shape = (length, kv_heads, head_dim)
@@ -259,21 +258,19 @@ class TorchModel(ABC):
 
 
 class Keys:
-    """Metadata of the architecture that must be there."""
+    """Metadata of the architecture that must be there. Raises UnsupportedError where positions are scaled."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
+        scaling = weights.key("rope.scaling.type")
+        if scaling not in {None, "none"}:
+            raise UnsupportedError("scaled rotary positions cannot be decoded here", weights.file, found=scaling)
 
     def __getitem__(self, name: str) -> Any:
         value = self.weights.key(name)
         if value is None:
             raise GGUFError("a metadata key is missing", self.weights.file, expected=name)
         return value
-
-    def refuse_scaled_positions(self) -> None:
-        scaling = self.weights.key("rope.scaling.type")
-        if scaling not in {None, "none"}:
-            raise UnsupportedError("scaled rotary positions cannot be decoded here", self.weights.file, found=scaling)
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:

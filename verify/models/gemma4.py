@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from converter.errors import GGUFError
 from verify.models.base import (
+    Change,
     HeadState,
     Keys,
     KeyValues,
@@ -30,7 +31,7 @@ from verify.models.base import (
     shifted,
 )
 from verify.models.tensors import load
-from verify.models.weights import DRAFTER, DrafterWeights, Weights
+from verify.models.weights import DRAFTER_PREFIX, DrafterWeights, Weights
 
 _SCALE = 1.0  # of attention: queries and keys are normed
 
@@ -56,7 +57,6 @@ class Sizes:
     @classmethod
     def of(cls, weights: Weights) -> Sizes:
         key = Keys(weights)
-        key.refuse_scaled_positions()
         layers, sliding = key["block_count"], tuple(key["attention.sliding_window_pattern"])
         if len(sliding) != layers:
             raise GGUFError(
@@ -94,40 +94,70 @@ class Sizes:
         return max(i for i in range(self.owners) if self.sliding[i] == sliding)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """The layers of the target, or of its drafter.
+
+    prefix: before the names of its tensors. ahead: positions from the last entry that a row sees to the row's own.
+    paces: by layer, radians per position of the pairs that rotate.
+    """
+
+    sizes: Sizes
+    prefix: str
+    ahead: int
+    paces: tuple[Tensor, ...]
+
+
 class Gemma4(TorchModel):
     """A target, and its drafter where there is one: the drafter's tensors are named with a prefix."""
 
     def __init__(self, weights: Weights, **how: Any) -> None:
         self.sizes = Sizes.of(weights)
         drafter = DrafterWeights.within(weights)
-        self.drafter = None if drafter is None else Sizes.of(drafter)
+        drafter_sizes = None if drafter is None else Sizes.of(drafter)
         super().__init__(weights, **how)
-        self._frequencies = self._paces()
-        norms = [name for name in self.head_tensors() if "norm" in name]
-        self.head_faults = {
-            "the halves of pre_projection are exchanged": rolled(f"{DRAFTER}nextn.pre_projection.weight"),
-            "the drafter's norms have 1 too much, as those of earlier Gemmas need": shifted(norms, -1.0),
-            "the drafter's norms lack 1": shifted(norms, 1.0),
-        }
+        self.target = self._stack(self.sizes, "", 0)
+        self.drafter = self._drafter(drafter_sizes) if drafter_sizes else None
 
     @property
     def has_head(self) -> bool:
         return self.drafter is not None
 
     def head_tensors(self) -> Collection[str]:
-        return [name for name in self.tensors if name.startswith(DRAFTER)]
+        return [name for name in self.tensors if name.startswith(DRAFTER_PREFIX)]
+
+    @property
+    def head_faults(self) -> Mapping[str, Change]:
+        norms = [name for name in self.head_tensors() if "norm" in name]
+        return {
+            "the halves of pre_projection are exchanged": rolled(f"{DRAFTER_PREFIX}nextn.pre_projection.weight"),
+            "the drafter's norms have 1 too much, as those of earlier Gemmas need": shifted(norms, -1.0),
+            "the drafter's norms lack 1": shifted(norms, 1.0),
+        }
 
     def with_head(self, file: Path) -> Self:
         weights, _ = head_of(file, "nextn.")
-        drafter = DrafterWeights(weights)
-        tensors = load(drafter, self.device, self.dtype, packed=False)
+        tensors = load(DrafterWeights(weights), self.device, self.dtype, packed=False)
         other = self.with_tensors(tensors.whole())
-        other.drafter = Sizes.of(weights)
-        other._frequencies = other._paces()  # noqa: SLF001  (of its own class)
+        other.drafter = other._drafter(Sizes.of(weights))  # noqa: SLF001  (of its own class)
         return other
 
     def attention_shapes(self) -> Collection[tuple[int, int]]:
-        return sorted({(s.heads, dim) for s in (self.sizes, self.drafter) if s for dim in s.head_dims})
+        stacks = [stack.sizes for stack in (self.target, self.drafter) if stack]
+        return sorted({(s.heads, dim) for s in stacks for dim in s.head_dims})
+
+    def _drafter(self, sizes: Sizes) -> Stack:
+        """Its rows stand one position after the last entry: the cache does not grow while drafting."""
+        return self._stack(sizes, DRAFTER_PREFIX, 1)
+
+    def _stack(self, s: Sizes, prefix: str, ahead: int) -> Stack:
+        """With rotary factors divided out on full layers, where the file has some."""
+        factors = f"{prefix}rope_freqs.weight"
+        paces = []
+        for rope, sliding in zip(s.rope, s.sliding, strict=True):
+            pace = frequencies(*rope, self.device)
+            paces.append(pace if sliding or factors not in self.tensors else pace / self.tensors[factors])
+        return Stack(s, prefix, ahead, tuple(paces))
 
     # --- trunk
 
@@ -135,12 +165,10 @@ class Gemma4(TorchModel):
         s = self.sizes
         attention: dict[int, KeyValues] = {}
         for i in range(s.layers):
-            own = i < s.owners
-            attention[i] = (
-                self._key_values(length, s.kv_heads[i], s.head_dims[i])
-                if own
-                else attention[s.owner(sliding=s.sliding[i])]
-            )
+            if i < s.owners:
+                attention[i] = self._key_values(length, s.kv_heads[i], s.head_dims[i])
+            else:
+                attention[i] = attention[s.owner(sliding=s.sliding[i])]
         return TrunkState(0, attention)
 
     @torch.inference_mode()
@@ -151,7 +179,7 @@ class Gemma4(TorchModel):
         positions = self._positions(state.length, len(tokens))
         for i in range(s.layers):
             own = by_layer[:, i] if by_layer is not None else None
-            x = self._layer(s, f"blk.{i}.", i, x, positions, positions, state.attention[i], own)
+            x = self._layer(self.target, i, x, positions, state.attention[i], own)
         return self._norm(x, "output_norm.weight") if final_norm else x
 
     @torch.inference_mode()
@@ -162,10 +190,9 @@ class Gemma4(TorchModel):
     # --- drafter
 
     def head_state(self, trunk: TrunkState, length: int) -> HeadState:  # noqa: ARG002  (the cache is the trunk's)
-        drafter = self.drafter
-        assert drafter is not None
-        owners = {sliding: self.sizes.owner(sliding=sliding) for sliding in set(drafter.sliding)}
-        return HeadState(0, {i: trunk.attention[owners[sliding]] for i, sliding in enumerate(drafter.sliding)})
+        assert self.drafter is not None
+        owners = [self.sizes.owner(sliding=sliding) for sliding in self.drafter.sizes.sliding]
+        return HeadState(0, {i: trunk.attention[owner] for i, owner in enumerate(owners)})
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, tokens: Tensor, state: HeadState) -> Tensor:
@@ -179,24 +206,24 @@ class Gemma4(TorchModel):
 
     @torch.inference_mode()
     def chain(self, out: Tensor, token: Tensor, state: HeadState) -> Tensor:
-        """At the same position as the draft before: the cache does not grow while drafting."""
-        hidden = self._linear(f"{DRAFTER}nextn.post_projection.weight", out)
+        """At the same position as the draft before."""
+        hidden = self._linear(f"{DRAFTER_PREFIX}nextn.post_projection.weight", out)
         return self._drafted(hidden, token, self._positions(state.length - 1, 1), state)
 
     @torch.inference_mode()
     def head_logits(self, out: Tensor) -> Tensor:
-        own = f"{DRAFTER}output.weight"
-        return self._product(out, self.tensors[own if own in self.tensors else f"{DRAFTER}token_embd.weight"]).float()
+        own = f"{DRAFTER_PREFIX}output.weight"
+        name = own if own in self.tensors else f"{DRAFTER_PREFIX}token_embd.weight"
+        return self._product(out, self.tensors[name]).float()
 
     def _drafted(self, hidden: Tensor, tokens: Tensor, last: Tensor, state: HeadState) -> Tensor:
         """Rows of the drafter, for tokens after the entries `last` [rows] of the cache."""
-        s = self.drafter
-        assert s is not None
+        assert self.drafter is not None
         both = torch.cat([self._embedded(tokens), hidden.to(self.dtype)], dim=-1)
-        x = self._linear(f"{DRAFTER}nextn.pre_projection.weight", both)
-        for i in range(s.layers):
-            x = self._layer(s, f"{DRAFTER}blk.{i}.", i, x, last + 1, last, state.attention[i])
-        return self._norm(x, f"{DRAFTER}output_norm.weight")
+        x = self._linear(f"{DRAFTER_PREFIX}nextn.pre_projection.weight", both)
+        for i in range(self.drafter.sizes.layers):
+            x = self._layer(self.drafter, i, x, last, state.attention[i])
+        return self._norm(x, f"{DRAFTER_PREFIX}output_norm.weight")
 
     # --- parts
 
@@ -216,12 +243,12 @@ class Gemma4(TorchModel):
         return (self._norm(context.view(shape), "per_layer_proj_norm.weight") + identity) * 2**-0.5
 
     def _layer(
-        self, s: Sizes, prefix: str, i: int, x: Tensor, positions: Tensor, last: Tensor, cache: KeyValues,
-        per_layer: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """One layer of target or drafter for rows at `positions`, which see the cache up to `last`."""
+        self, stack: Stack, i: int, x: Tensor, last: Tensor, cache: KeyValues, per_layer: Tensor | None = None
+    ) -> Tensor:
+        """One layer, for rows that see the cache up to `last` [rows]."""
+        prefix = f"{stack.prefix}blk.{i}."
         normed = self._norm(x, f"{prefix}attn_norm.weight")
-        mixed = self._attention(s, prefix, i, normed, positions, last, cache)
+        mixed = self._attention(stack, i, prefix, normed, last, cache)
         x = x + self._norm(mixed, f"{prefix}post_attention_norm.weight")
         inner = self._gelu_product(f"{prefix}ffn_{{}}.weight", self._norm(x, f"{prefix}ffn_norm.weight"))
         if f"{prefix}ffn_gate_inp.weight" in self.tensors:
@@ -235,11 +262,10 @@ class Gemma4(TorchModel):
             x = x + self._norm(self._linear(f"{prefix}proj.weight", gated), f"{prefix}post_norm.weight")
         return (x * self.tensors[f"{prefix}layer_output_scale.weight"]).to(self.dtype)
 
-    def _attention(
-        self, s: Sizes, prefix: str, i: int, x: Tensor, positions: Tensor, last: Tensor, cache: KeyValues
-    ) -> Tensor:
-        """Attention of one layer; those that own a cache write their entries at `positions`."""
-        rows, dim, pace = len(x), s.head_dims[i], self._frequencies[s.rope[i], s.sliding[i]]
+    def _attention(self, stack: Stack, i: int, prefix: str, x: Tensor, last: Tensor, cache: KeyValues) -> Tensor:
+        """Attention of one layer; those that own a cache write the rows' entries."""
+        s, rows, pace = stack.sizes, len(x), stack.paces[i]
+        dim, positions = s.head_dims[i], last + stack.ahead
         query = self._linear(f"{prefix}attn_q.weight", x).view(rows, s.heads, dim)
         query = rotated(self._norm(query, f"{prefix}attn_q_norm.weight"), positions, pace)
         if i < s.owners:
@@ -248,19 +274,9 @@ class Gemma4(TorchModel):
             value = self._linear(own, x).view(key.shape) if own in self.tensors else key
             cache.keys[positions] = rotated(self._norm(key, f"{prefix}attn_k_norm.weight"), positions, pace)
             cache.values[positions] = rms_norm(value, s.eps)
-        # A window counts from the query's own position, which for the drafter is one after the last entry.
-        window = s.window - int(positions[0] - last[0]) if s.sliding[i] else None
+        window = s.window - stack.ahead if s.sliding[i] else None  # counted from the row's own position
         mixed = self._attended(query, last, cache, _SCALE, window)
         return self._linear(f"{prefix}attn_output.weight", mixed.reshape(rows, -1))
-
-    def _paces(self) -> Mapping[tuple[tuple[float, int], bool], Tensor]:
-        """Of (rotary base and dimensions, whether sliding): on full layers divided by the factors that the file has."""
-        found = {}
-        for s, prefix in ((self.sizes, ""), (self.drafter, DRAFTER)):
-            for rope, sliding in set(zip(s.rope, s.sliding, strict=True)) if s else ():
-                pace, factors = frequencies(*rope, self.device), f"{prefix}rope_freqs.weight"
-                found[rope, sliding] = pace if sliding or factors not in self.tensors else pace / self.tensors[factors]
-        return found
 
     def _gelu_product(self, name: str, x: Tensor) -> Tensor:
         inner = _gelu(self._linear(name.format("gate"), x)) * self._linear(name.format("up"), x)

@@ -5,7 +5,6 @@ The file's tensors go back through the inverse transforms to the names and layou
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from converter.model import Model
 from converter.rules import Role
 from converter.transforms import backward
+from verify.models.tensors import free_memory
 from verify.models.weights import Weights
 
 _COPIES = 3  # of all weights, in float32, are in memory while the module is filled
@@ -23,8 +23,7 @@ _EXPERTS = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 def fits(weights: Weights) -> bool:
     """Whether a module of these weights can be made in the memory that is free."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _COPIES * 4 * weights.count() < free
+    return _COPIES * 4 * weights.count() < free_memory(torch.device("cpu"))
 
 
 def state_dict(weights: Weights, source: Model) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from converter.errors import UnsupportedError
 from verify.models.base import TorchModel
 from verify.models.gemma4 import Gemma4
 from verify.models.qwen35 import Qwen35
+from verify.models.tensors import free_memory
 from verify.models.weights import PairedWeights, Weights, open_weights
 
 _CLASSES: dict[str, type[TorchModel]] = {
     "qwen35": Qwen35, "qwen35moe": Qwen35, "qwen3next": Qwen35, "gemma4": Gemma4,
 }  # fmt: skip
-_SHARE_OF_MEMORY = 0.8
+_SHARE_OF_MEMORY = 0.8  # of what is free that values may take: the rest is for what is computed
 
 
 def in_torch(architecture: str) -> bool:
@@ -35,7 +35,8 @@ def open_model(file: Path, sidecar: Path | None, device: str) -> TorchModel:
     if sidecar is not None:
         weights = PairedWeights(weights, open_weights(sidecar))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return model_of(weights, device=device, dtype=dtype, packed=not _fits(weights, device, dtype))
+    fits = weights.count() * dtype.itemsize < _SHARE_OF_MEMORY * free_memory(torch.device(device))
+    return model_of(weights, device=device, dtype=dtype, packed=not fits)
 
 
 def model_of(weights: Weights, **how: Any) -> TorchModel:
@@ -44,12 +45,3 @@ def model_of(weights: Weights, **how: Any) -> TorchModel:
     if name not in _CLASSES:
         raise UnsupportedError("this architecture is not decoded in torch", weights.file, found=str(name))
     return _CLASSES[name](weights, **how)
-
-
-def _fits(weights: Weights, device: str, dtype: torch.dtype) -> bool:
-    """Whether all values fit the device's free memory, with room for what is computed."""
-    if device == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        free = torch.cuda.mem_get_info(torch.device(device))[0]
-    return weights.count() * dtype.itemsize < _SHARE_OF_MEMORY * free

@@ -5,9 +5,9 @@ Convolution and delta rule go one token at a time and keep the state after each,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from verify.models.base import (
+    Change,
     HeadState,
     Keys,
     KeyValues,
@@ -56,7 +57,6 @@ class Sizes:
     @classmethod
     def of(cls, weights: Weights) -> Sizes:
         key = Keys(weights)
-        key.refuse_scaled_positions()
         blocks, heads = key["block_count"], weights.key("nextn_predict_layers", 0)
         layers, interval = blocks - heads, weights.key("full_attention_interval", 4)
         recurrent = weights.key("attention.recurrent_layers") or [(i + 1) % interval != 0 for i in range(layers)]
@@ -84,14 +84,6 @@ class Qwen35(TorchModel):
     def __init__(self, weights: Weights, **how: Any) -> None:
         self.sizes = Sizes.of(weights)
         super().__init__(weights, **how)
-        block, glue = f"blk.{self.sizes.layers}.", self._glue
-        norms = [name for name in self.tensors if name.startswith(block) and "norm" in name]
-        self.head_faults = {
-            "the halves of eh_proj are exchanged": rolled(glue("eh_proj")),
-            "the norms of embedding and state are exchanged": exchanged(glue("enorm"), glue("hnorm")),
-            "the head's norms lack their shift by 1": shifted(norms, 1.0),
-            "the head's norms are shifted by 1 twice": shifted(norms, -1.0),
-        }
 
     @property
     def has_head(self) -> bool:
@@ -99,6 +91,16 @@ class Qwen35(TorchModel):
 
     def head_tensors(self) -> Collection[str]:
         return [name for name in self.tensors if name.startswith(f"blk.{self.sizes.layers}.")]
+
+    @property
+    def head_faults(self) -> Mapping[str, Change]:
+        glue, norms = self._glue, [name for name in self.head_tensors() if "norm" in name]
+        return {
+            "the halves of eh_proj are exchanged": rolled(glue("eh_proj")),
+            "the norms of embedding and state are exchanged": exchanged(glue("enorm"), glue("hnorm")),
+            "the head's norms lack their shift by 1": shifted(norms, 1.0),
+            "the head's norms are shifted by 1 twice": shifted(norms, -1.0),
+        }
 
     def with_head(self, file: Path) -> Self:
         weights, names = head_of(file, f"blk.{self.sizes.layers}.")
@@ -110,9 +112,10 @@ class Qwen35(TorchModel):
     def trunk_state(self, length: int) -> TrunkState:
         s = self.sizes
         channels = 2 * s.k_heads * s.state + s.v_heads * s.state
+        zeros = partial(torch.zeros, device=self.device)
         attention = {i: self._key_values(length, s.kv_heads, s.head_dim) for i in range(s.layers) if not s.recurrent[i]}
         recurrent = {
-            i: Recurrent(self._zeros(channels, s.kernel - 1), self._zeros(s.v_heads, s.state, s.state))
+            i: Recurrent(zeros(channels, s.kernel - 1), zeros(s.v_heads, s.state, s.state))
             for i in range(s.layers)
             if s.recurrent[i]
         }

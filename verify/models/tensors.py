@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,13 @@ from verify.models.weights import Weights
 
 _PIECE = 2**26  # values that are dequantized at once
 _CONVOLUTION = "ssm_conv1d.weight"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.mem_get_info(device)[0]
 
 
 @dataclass(frozen=True)

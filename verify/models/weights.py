@@ -117,11 +117,11 @@ class FolderWeights:
         return None
 
 
-DRAFTER = "drafter."  # before all names of a drafter with a checkpoint of its own
+DRAFTER_PREFIX = "drafter."  # before all names of a drafter with a checkpoint of its own
 
 
 class DrafterWeights:
-    """What drafts for another model, its tensors and keys under names with a prefix."""
+    """What drafts for another model, its tensors under names with a prefix, its keys under their own."""
 
     def __init__(self, own: Weights) -> None:
         self.file, self.own = own.file, own
@@ -133,19 +133,19 @@ class DrafterWeights:
         return sidecar.own if isinstance(sidecar, DrafterWeights) else None
 
     def names(self) -> Collection[str]:
-        return [f"{DRAFTER}{name}" for name in self.own.names()]
+        return [f"{DRAFTER_PREFIX}{name}" for name in self.own.names()]
 
     def count(self) -> int:
         return self.own.count()
 
     def key(self, name: str, default: Any = None) -> Any:
-        return self.own.key(name.removeprefix(DRAFTER), default)
+        return self.own.key(name, default)
 
     def tensor(self, name: str) -> np.ndarray:
-        return self.own.tensor(name.removeprefix(DRAFTER))
+        return self.own.tensor(name.removeprefix(DRAFTER_PREFIX))
 
     def raw(self, name: str) -> Raw | None:
-        return self.own.raw(name.removeprefix(DRAFTER))
+        return self.own.raw(name.removeprefix(DRAFTER_PREFIX))
 
 
 class PairedWeights:
@@ -156,7 +156,7 @@ class PairedWeights:
         drafts = architecture is not None and architecture.drafts_for
         self.file, self.trunk = trunk.file, trunk
         self.sidecar: Weights = DrafterWeights(sidecar) if drafts else sidecar
-        prefix = DRAFTER if drafts else f"blk.{trunk.key('block_count')}."
+        prefix = DRAFTER_PREFIX if drafts else f"blk.{trunk.key('block_count')}."
         self._own_keys = set() if drafts else {"block_count", "nextn_predict_layers"}
         self._head = {n for n in self.sidecar.names() if n.startswith(prefix)}
 
