@@ -90,7 +90,11 @@ class BenchReport:
             (folder / TABLE).write_text(self.as_csv(), encoding="utf-8")
             rows = (json.dumps({"schema": SCHEMA, **row_of(s)}) for s in self.results.cells.values())
             (folder / LINES).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-            (folder / PAGE).write_text(_Page(self).whole(), encoding="utf-8")
+            (folder / PAGE).write_text(document("bench-mtp", _Page(self).body()), encoding="utf-8")
+
+    def sections(self) -> str:
+        """The body of the page without its title, to stand in another page."""
+        return _Page(self).sections()
 
     def as_csv(self) -> str:
         """One row per cell."""
@@ -142,12 +146,15 @@ class _Page:
         self.tasks = list(dict.fromkeys(c.task for c in self.results.cells))
         self.engines = list(dict.fromkeys(c.load.engine for c in self.results.cells))
 
-    def whole(self) -> str:
+    def body(self) -> str:
+        return f"<h1>Multi-token prediction: what drafts are worth</h1>{self.sections()}"
+
+    def sections(self) -> str:
         parts = [
-            "<h1>Multi-token prediction: what drafts are worth</h1>", self._head(), self._chosen(), self._heat(),
-            self._drafts(), self._positions(), self._costs(), self._heads(), self._workloads(), self._across(), self._all(),
+            self._head(), self._chosen(), self._heat(), self._drafts(), self._positions(), self._costs(), self._heads(),
+            self._workloads(), self._across(), self._all(),
         ]  # fmt: skip
-        return document("bench-mtp", "".join(parts))
+        return "".join(parts)
 
     def _head(self) -> str:
         builds = sorted({s.engine_build for s in self.results.cells.values()})
@@ -175,31 +182,10 @@ class _Page:
     def _heat(self) -> str:
         """Best speedup by file and task."""
         engine = self.engines[0]
-        grid = [[self._best(engine, f, t) for t in self.tasks] for f in self.files]
-        if not any(v is not None for row in grid for v in row):
+        draw = best_speedups(self.results, engine, {f: _name(f) for f in self.files})
+        if draw is None:
             return ""
-
-        def draw(axes: Any) -> None:
-            values = [[float("nan") if v is None else v[0] for v in row] for row in grid]
-            reach = max(_LEAST_REACH, *(abs(v[0] - 1) for row in grid for v in row if v is not None))
-            axes.imshow(values, cmap="PuOr_r", vmin=1 - 1.6 * reach, vmax=1 + 1.6 * reach, aspect="auto")
-            axes.grid(visible=False)
-            axes.set_xticks(range(len(self.tasks)), self.tasks)
-            axes.set_yticks(range(len(self.files)), [_name(f) for f in self.files])
-            for y, row in enumerate(grid):
-                for x, v in enumerate(row):
-                    if v is not None:
-                        axes.text(x, y, f"{v[0]:.2f}x\nn = {v[1]}", ha="center", va="center", color=INK, fontsize=9)
-
-        height = 1.1 + 0.7 * len(self.files)
-        return plots(figure(draw, f"Best speedup over plain decoding, {engine}", 6.4, height))
-
-    def _best(self, engine: str, file: str, task: str) -> tuple[float, int] | None:
-        found = [
-            (s.speedup.value, s.cell.load.drafts) for s in self.results.drafting
-            if (s.cell.load.engine, s.cell.load.file, s.cell.task) == (engine, file, task) and s.speedup
-        ]  # fmt: skip
-        return max(found, default=None)
+        return plots(figure(draw, f"Best speedup over plain decoding, {engine}", 6.4, 1.1 + 0.7 * len(self.files)))
 
     def _drafts(self) -> str:
         """Speedup against n, with what the models say."""
@@ -371,6 +357,36 @@ class _Page:
         header = ("file", "engine", "head", "n", "p-min", "slots", "task", "T", "prompt", "tok/s", "range", "speedup",
                   "accepted", "share of steps accepting 0, 1, …", "prompt tok/s", "of plain's", "memory", "identical", "first differs at")  # fmt: skip
         return f"<h2>All cells</h2>{table(header, rows)}"
+
+
+def best_speedups(results: Results, engine: str, names: Mapping[str, str]) -> Callable[[Any], None] | None:
+    """A plot of the best speedup and its n by file and task; names: what files are called. None without figures."""
+    tasks = list(dict.fromkeys(c.task for c in results.cells))
+    grid = [[_best(results, engine, file, task) for task in tasks] for file in names]
+    if not any(v is not None for row in grid for v in row):
+        return None
+
+    def draw(axes: Any) -> None:
+        values = [[float("nan") if v is None else v[0] for v in row] for row in grid]
+        reach = max(_LEAST_REACH, *(abs(v[0] - 1) for row in grid for v in row if v is not None))
+        axes.imshow(values, cmap="PuOr_r", vmin=1 - 1.6 * reach, vmax=1 + 1.6 * reach, aspect="auto")
+        axes.grid(visible=False)
+        axes.set_xticks(range(len(tasks)), tasks)
+        axes.set_yticks(range(len(names)), list(names.values()))
+        for y, row in enumerate(grid):
+            for x, v in enumerate(row):
+                if v is not None:
+                    axes.text(x, y, f"{v[0]:.2f}x\nn = {v[1]}", ha="center", va="center", color=INK, fontsize=9)
+
+    return draw
+
+
+def _best(results: Results, engine: str, file: str, task: str) -> tuple[float, int] | None:
+    found = [
+        (s.speedup.value, s.cell.load.drafts) for s in results.drafting
+        if (s.cell.load.engine, s.cell.load.file, s.cell.task) == (engine, file, task) and s.speedup
+    ]  # fmt: skip
+    return max(found, default=None)
 
 
 def _share(count: int, of: int) -> str:

@@ -53,6 +53,11 @@ class Job:
         source = self.sources[0]
         return (source.shape[-1] if self.copies else self.row_length) * source.itemsize
 
+    def form(self, target: int) -> tuple[str, bool]:
+        """What decides a target's bytes: its type, and whether it is quantized with weights."""
+        tensor = self.targets[target][1]
+        return tensor.type.name, tensor.weighted
+
     @property
     def copies(self) -> bool:
         """Whether the sources hold finished blocks, which go to the files as they are."""
@@ -135,21 +140,22 @@ class Work:
         """One chunk from source to all files that need it."""
         job = self.jobs[chunk.job]
         rows = np.arange(chunk.first, chunk.stop)
-        targets = [job.targets[t][1] for t in chunk.targets]
+        forms = [job.form(t) for t in chunk.targets]
         if job.copies:
             raw = np.empty((len(rows), job.source_row_bytes), np.uint8)
             self.checkpoint.read(job.sources[0], chunk.first * job.source_row_bytes, raw)
-            outputs = [raw] * len(targets)
+            outputs = dict.fromkeys(forms, raw)
         else:
             raw = _read(job, rows, self.checkpoint, self.device)
-            outputs = [np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for t in targets]
-            self._quantize(job, rows, raw, targets, outputs)
-        checksums: dict[int, int] = {}
-        for target, out in zip(chunk.targets, outputs, strict=True):
+            # Files that want the same form of a tensor, such as a bundled and a trunk-only one, share its bytes.
+            tensors = {form: job.targets[t][1] for form, t in zip(forms, chunk.targets, strict=True)}
+            outputs = {f: np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for f, t in tensors.items()}
+            self._quantize(job, rows, raw, list(tensors.values()), list(outputs.values()))
+        sums = {form: zlib.crc32(out) for form, out in outputs.items()}
+        for target, form in zip(chunk.targets, forms, strict=True):
             file, offset, _ = self.place(chunk, target)
-            data = out.data.cast("B")
-            self.sinks[file].write(offset, data, sync=self.sync)
-            checksums[target] = zlib.crc32(data)
+            self.sinks[file].write(offset, outputs[form].data.cast("B"), sync=self.sync)
+        checksums = {target: sums[form] for target, form in zip(chunk.targets, forms, strict=True)}
         return Done(chunk, checksums, self.source_bytes(chunk), set() if job.copies else _live_experts(job, rows, raw))
 
     def _quantize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from converter.errors import InputError
@@ -67,3 +69,32 @@ def file_keys(
         keys.append(text("general.size_label", label))
     keys += [KeyValue(f"{architecture}.{k.key}", k.type, k.value, k.is_array) for k in own]
     return [*keys, u32("general.file_type", file_type), u32("general.quantization_version", _QUANTIZATION_VERSION)]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a file comes from, for its metadata.
+
+    program: name and version. source: repository or folder name; revision: its commit, where that is known. files: of
+    the source, with their SHA-256. options: what was asked for, JSON-able.
+    """
+
+    program: str
+    source: str
+    revision: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def keys(self, kind: str, trunk: str, head: str | None, tensors: Iterable[tuple[str, str]]) -> list[KeyValue]:
+        """Of one file: its kind and mixes, and the type of every tensor by name, as the first part of a split file too
+        should tell them. Lists are of strings, for viewers that show no others.
+        """
+        options = {"packaging": kind, "type": trunk, "mtp_type": head, **self.options}
+        found = [text("mtp.program", self.program), text("mtp.source", self.source)]
+        if self.revision:
+            found.append(text("mtp.source.revision", self.revision))
+        if self.files:
+            sums = [f"{digest}  {name}" for name, digest in sorted(self.files.items())]
+            found.append(array("mtp.source.sha256", ValueType.STRING, sums))
+        found.append(text("mtp.options", json.dumps(options, sort_keys=True)))
+        return [*found, array("mtp.tensor_types", ValueType.STRING, [f"{name}={kind}" for name, kind in tensors])]

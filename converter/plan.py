@@ -22,7 +22,7 @@ from converter.errors import CheckpointError, InputError, UnsupportedError, Usag
 from converter.files import model_name
 from converter.gguf_file import MAX_NAME, KeyValue, TensorEntry, entries_in_order, header_bytes, pad, text, u32
 from converter.imatrix import ImportanceMatrix, read_imatrix
-from converter.metadata import card_keys, file_keys, size_label
+from converter.metadata import Provenance, card_keys, file_keys, size_label
 from converter.model import SEPARATE_DRAFTER, Model
 from converter.rules import Role, Rule
 from converter.tokenizer import load_tokenizer
@@ -51,7 +51,10 @@ class Packaging(StrEnum):
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose. types: mixes for the trunk, empty for the default or what the file name says."""
+    """What a user may choose. types: mixes for the trunk, empty for the default or what the file name says.
+
+    provenance: what the files say of their origin; nothing without it.
+    """
 
     types: tuple[str, ...] = ()
     mtp_type: str | None = None
@@ -61,6 +64,7 @@ class Options:
     name: str | None = None
     imatrix: Path | None = None
     head_importance: ImportanceMatrix | None = None
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def make_plan(model: Model, out: Path, options: Options, assistant: Model | None
         model.config, model.table.vocabulary, options.pre_tokenizer, model.architecture.tokenizer
     )
     importance = _Importance(model, options)
-    draft = _Draft(model, overrides, tokenizer.keys, options.name, importance)
+    draft = _Draft(model, overrides, tokenizer.keys, options, importance)
     files: list[PlannedFile] = []
     for trunk in trunks:
         head = _head_mix(options, trunk) if has_head else None
@@ -265,10 +269,11 @@ class _Draft:
     """Builds the files of one model; what they share is worked out once."""
 
     def __init__(
-        self, model: Model, overrides: _Overrides, tokenizer: list[KeyValue], name: str | None, importance: _Importance
+        self, model: Model, overrides: _Overrides, tokenizer: list[KeyValue], options: Options, importance: _Importance
     ) -> None:
         self.model, self.overrides, self.tokenizer, self.importance = model, overrides, tokenizer, importance
-        self.card, self.has_label = card_keys(model.folder, name)
+        self.card, self.has_label = card_keys(model.folder, options.name)
+        self.provenance = options.provenance
 
     def files(self, target: Path, trunk: Mix, head: Mix | None, packaging: Packaging) -> Iterator[PlannedFile]:
         if packaging is Packaging.ONLY:
@@ -307,6 +312,9 @@ class _Draft:
             keys.append(u32("mtp.file_type", head.file_type))
         keys += self.tokenizer
         keys += self.importance.keys(main, head if kind == "bundled" else None)
+        if self.provenance is not None:
+            types = [(e.name, e.type.name) for e in entries]
+            keys += self.provenance.keys(kind, main.name, head.name if head else None, types)
         return PlannedFile(path, kind, main.name, head.name if head else None, keys, tensors)
 
     def _types(self, kind: str, main: Mix, head: Mix | None, rules: list[Rule]) -> dict[str, BlockType]:

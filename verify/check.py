@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from converter.plan import DRAFTER, refuse_strangers
 from verify.results import LEVELS, Finding, LevelResult, VerificationReport
 
 if TYPE_CHECKING:
+    from converter.heads import HeadReport
     from verify.models.base import TorchModel
 
 LLAMA_CPP = "llama.cpp"
@@ -229,13 +231,16 @@ class _Check:
         return LevelResult(level, f"skipped: {why}", skipped=True)
 
     @cached_property
+    def _head(self) -> HeadReport:
+        from converter.heads import inspect
+
+        return inspect(self.file)
+
+    @cached_property
     def _runs(self) -> str:
         """Why this cannot be decoded by itself; empty where it can."""
-        if self.gguf is not None:
-            from converter.heads import inspect
-
-            if inspect(self.file).kind in {"sidecar", DRAFTER}:
-                return "this file only drafts: give the trunk's file, and this one with --sidecar"
+        if self.gguf is not None and self._head.kind in {"sidecar", DRAFTER}:
+            return "this file only drafts: give the trunk's file, and this one with --sidecar"
         return ""
 
     @cached_property
@@ -328,10 +333,14 @@ class _Check:
             return self._skip("engine", "llama.cpp runs GGUF files")
         if self._runs:
             return self._skip("engine", self._runs)
-        model = None if self._not_in_torch else self.engine
-        return check_engine(
-            self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, self.options.drafts, model
-        )
+        drafts = self.options.drafts if self.options.sidecar or self._head.kind == "bundled" else ()
+        model = self.engine if drafts and torch_is_here() and not self._not_in_torch else None
+        return check_engine(self.gguf.file, self.options.sidecar, self.prompts, self.options.tokens, drafts, model)
+
+
+def torch_is_here() -> bool:
+    """Whether levels that decode in torch can run; the engine's own tokens can be compared without it."""
+    return importlib.util.find_spec("torch") is not None
 
 
 def _merged(results: Sequence[LevelResult]) -> LevelResult:

@@ -29,7 +29,8 @@ def check_engine(
 ) -> LevelResult:
     """Decode all prompts greedily in llama.cpp, in this machine's process; see `_compared`.
 
-    model: the same file in torch, to compare the engine's draft candidates with its head's.
+    drafts: none for a file without a head, which must then load and answer. model: the same file in torch, to compare the
+    engine's draft candidates with its head's.
     """
     head = str(sidecar) if sidecar else None
     try:
@@ -43,6 +44,10 @@ def check_engine(
             runs[f"n = {n}"] = run(Engine(str(file), head, n), _requests(prompts, tokens))
         except EngineError as error:
             failures.append(Finding(str(error), f"n = {n}"))
+    if not drafts:
+        summary = f"{plain.engine} runs it; there is no head to draft with ({_rate(plain):,.0f} tok/s)"
+        data = {"engine": plain.engine, "plain_tokens_per_s": _rate(plain), "runs": []}
+        return LevelResult("engine", summary, data=data)
     result = _compared(plain, runs)
     result.findings += failures
     if model is not None and result.verdict is not Verdict.FAILED:

@@ -67,11 +67,21 @@ def plots(*figures: str) -> str:
 
 
 def figure(draw: Callable[[Any], None], title: str, width: float = 5.4, height: float = 3.1) -> str:
-    """An SVG with text as text."""
+    """An SVG element with text as text."""
+    svg = picture(draw, title, width, height).decode()
+    return svg[svg.index("<svg") :]
+
+
+def picture(
+    draw: Callable[[Any], None], title: str, width: float = 5.4, height: float = 3.1, kind: str = "svg"
+) -> bytes:
+    """A plot as a file, "svg" or "png"; the same plot has the same bytes. width, height: inches."""
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise EnvironmentFailure("plots need matplotlib", hint="pip install 'convert-mtp[verify]'") from error
+        raise EnvironmentFailure(
+            "plots need matplotlib", hint="pip install 'convert-mtp[llamacpp]' or 'convert-mtp[verify]'"
+        ) from error
     from matplotlib.figure import Figure
 
     look: dict[Any, Any] = {
@@ -86,10 +96,9 @@ def figure(draw: Callable[[Any], None], title: str, width: float = 5.4, height: 
         axes.set_axisbelow(True)
         axes.set_title(title, loc="left", fontsize=11)
         draw(axes)
-        out = io.StringIO()
-        canvas.savefig(out, format="svg", metadata={"Date": None})
-    svg = out.getvalue()
-    return svg[svg.index("<svg") :]
+        out = io.BytesIO()
+        canvas.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return out.getvalue()
 
 
 def environment() -> str:

@@ -91,5 +91,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise EnvironmentFailure("tokenizers is not installed", hint="pip install 'convert-mtp[verify]'") from error
+        raise EnvironmentFailure(
+            "tokenizers is not installed", hint="pip install 'convert-mtp[llamacpp]' or 'convert-mtp[verify]'"
+        ) from error
     return tokenizers
