@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.policy import SCHEMA, Recommendation
@@ -12,23 +12,28 @@ from converter.files import os_errors
 PRESET, POLICY = "preset.ini", "policy.json"
 
 
-def preset(found: Sequence[Recommendation]) -> str:
-    """One section per file, named like it; files for which drafting is off get none of its options."""
+def preset(sections: Iterable[tuple[str, Mapping[str, str]]]) -> str:
+    """The file's text of sections by name, with their keys."""
     lines = ["version = 1"]
-    for r in found:
-        path = Path(r.file)
-        lines += ["", f"[{path.stem}]", f"model = {path}"]
-        if r.on and r.best:
-            load = r.best.load
-            lines += ["spec-type = draft-mtp", f"spec-draft-n-max = {load.drafts}"]
-            lines += [f"spec-draft-p-min = {load.p_min:g}"] if load.p_min else []
+    for name, keys in sections:
+        lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in keys.items())]
     return "\n".join(lines) + "\n"
 
 
+def draft_keys(found: Recommendation) -> dict[str, str]:
+    """What switches drafts on as recommended; nothing where they are off."""
+    if not found.on or found.best is None:
+        return {}
+    load = found.best.load
+    keys = {"spec-type": "draft-mtp", "spec-draft-n-max": str(load.drafts)}
+    return keys | ({"spec-draft-p-min": f"{load.p_min:g}"} if load.p_min else {})
+
+
 def write(found: Sequence[Recommendation], folder: Path) -> None:
-    """Both files into a folder, which is made. Raises EnvironmentFailure."""
+    """Preset, a section for each file, and policy into a folder, which is made. Raises EnvironmentFailure."""
+    sections = [(Path(r.file).stem, {"model": r.file, **draft_keys(r)}) for r in found]
     with os_errors("cannot write the policy", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PRESET).write_text(preset(found))
+        (folder / PRESET).write_text(preset(sections))
         policy = {"schema": SCHEMA, "recommendations": [r.as_json() for r in found]}
         (folder / POLICY).write_text(json.dumps(policy, indent=2))

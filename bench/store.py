@@ -44,6 +44,10 @@ class Record:
     peak_bytes: int | None = None
     failed: str = ""
 
+    @property
+    def file(self) -> str:
+        return self.cell.load.file
+
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
         return {"kind": "cell", **self.cell.as_json(), **{k: v for k, v in values.items() if k != "cell"}}

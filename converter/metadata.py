@@ -86,8 +86,9 @@ class Provenance:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def keys(self, kind: str, trunk: str, head: str | None, tensors: Iterable[tuple[str, str]]) -> list[KeyValue]:
-        """Of one file: its kind and mixes, and the type of every tensor by name, as the first part of a split file too
-        should tell them. Lists are of strings, for viewers that show no others.
+        """Of one file: its kind and mixes, and the type of every tensor by name.
+
+        A split file's first part has few of the tensors, but tells all types. Lists are of strings, which all viewers show.
         """
         options = {"packaging": kind, "type": trunk, "mtp_type": head, **self.options}
         found = [text("mtp.program", self.program), text("mtp.source", self.source)]

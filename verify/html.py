@@ -18,6 +18,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; background: #fff; m
        padding: 2rem 1.5rem 4rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; padding-top: 1rem; border-top: 1px solid #d9dee5; }
+h3 { font-size: 1rem; margin: 1.6rem 0 .2rem; overflow-wrap: anywhere; }
 p { margin: .3rem 0; } .quiet { color: #5b6878; }
 .verdict { font-weight: 600; padding: .1rem .55rem; border-radius: .3rem; white-space: nowrap; }
 .passed { background: #dff1e3; color: #17602c; } .failed { background: #fbdedb; color: #99201a; }
@@ -44,6 +45,11 @@ def document(title: str, body: str) -> str:
 def text(value: object) -> str:
     """Escaped."""
     return html.escape(str(value))
+
+
+def badge(verdict: str) -> str:
+    """passed, failed, inconclusive or skipped, in its colour."""
+    return f"<span class='verdict {verdict}'>{verdict}</span>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from converter.files import os_errors
-from verify.html import BLUE, ORANGE, document, figure, plots, table, text
+from verify.html import BLUE, ORANGE, badge, document, figure, plots, table, text
 from verify.results import Finding, LevelResult, Verdict, VerificationReport
 
 _WORST = 25
@@ -37,23 +37,18 @@ def page(report: VerificationReport) -> str:
     source = f"<p class=quiet>compared with <code>{text(report.source)}</code></p>" if report.source else ""
     unseen = "".join(f"<p class=quiet>Not seen: {text(words)}</p>" for words in report.unseen)
     body = (
-        f"<h1>{text(report.file.name)} {_badge(report.verdict)}</h1>{source}{unseen}"
+        f"<h1>{text(report.file.name)} {badge(report.verdict.name.lower())}</h1>{source}{unseen}"
         f"<div class=wide><table><tr><th>level<th>verdict<th>result</tr>{levels}</table></div>{details}"
     )
     return document(f"{report.file.name}: {report.verdict.name.lower()}", body)
 
 
-def _badge(verdict: Verdict) -> str:
-    name = verdict.name.lower()
-    return f"<span class='verdict {name}'>{name}</span>"
-
-
 def _overview(result: LevelResult) -> str:
-    return f"<tr><td><b>{result.level}</b><td>{_badge(result.verdict)}<td>{text(result.summary)}</tr>"
+    return f"<tr><td><b>{result.level}</b><td>{badge(result.verdict.name.lower())}<td>{text(result.summary)}</tr>"
 
 
 def _details(result: LevelResult) -> str:
-    parts = [f"<h2>{result.level.capitalize()} {_badge(result.verdict)}</h2>"]
+    parts = [f"<h2>{result.level.capitalize()} {badge(result.verdict.name.lower())}</h2>"]
     parts.append(f"<p class=quiet>{_WORDS[result.level]}; {result.seconds:.1f} s</p><p>{text(result.summary)}</p>")
     if result.findings:
         parts.append(f"<ul>{''.join(_finding(f) for f in result.findings)}</ul>")
@@ -64,7 +59,7 @@ def _details(result: LevelResult) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    mark = "" if finding.verdict is Verdict.FAILED else f" {_badge(finding.verdict)}"
+    mark = "" if finding.verdict is Verdict.FAILED else f" {badge(finding.verdict.name.lower())}"
     return f"<li>{text(finding)}{mark}"
 
 

@@ -1,0 +1,90 @@
+"""What release-mtp prints: the files and what became of them, or what would be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from converter.console import amount
+from release.facts import SCHEMA, Facts, FileFacts
+from release.folder import Places
+from release.make import Making
+from release.push import Pushed
+
+
+@dataclass
+class ReleaseReport:
+    """A release that was made. exit_code: 1 where a file was refused."""
+
+    facts: Facts
+    places: Places
+    pushed: Sequence[Pushed]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.facts.refused else 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.facts.as_json(), "exit_code": self.exit_code, "repository": str(self.places.repository),
+            "presets": str(self.places.presets), "pushed": [asdict(p) for p in self.pushed],
+        }  # fmt: skip
+
+    def as_text(self) -> str:
+        facts = self.facts
+        lines = [f"note: {note}" for note in facts.notes]
+        lines += [_line(f) for f in facts.files]
+        for f in facts.refused:
+            lines += [f"not published: {f.file.name}, in {self.places.failed}"]
+            lines += [f"  {reason}" for reason in f.assessment.reasons()]
+        if facts.published:
+            lines += ["", f"{len(facts.published)} of {len(facts.files)} files are ready in {self.places.repository}",
+                      f"draft settings are in {self.places.presets}"]  # fmt: skip
+        else:
+            lines += ["", "nothing passed: there is nothing to publish"]
+        for p in self.pushed:
+            lines.append(f"pushed {p.files} files to {p.repository}: {p.commit}")
+            lines += [f"  deleted there, of an earlier release: {', '.join(p.deleted)}"] if p.deleted else []
+        return "\n".join(lines)
+
+
+def _line(f: FileFacts) -> str:
+    d = f.level("logits")
+    kld = f"KLD {d['kld_mean']:.2g}, top-1 {d['top1']:.1%}" if d else ""
+    shares = f"accepted {', '.join(f'{s:.0%}' for s in f.acceptance)}" if f.acceptance else ""
+    draft = (
+        "" if f.draft is None else (f"n = {f.draft.drafts}, {f.draft.expected:.2f}x" if f.draft.on else "drafts off")
+    )
+    words = [amount(f.file.size), f"{f.file.bits_per_weight:.2f} bits", f.verdict, kld, shares, draft]
+    return f"{f.file.name}: {', '.join(w for w in words if w)}"
+
+
+@dataclass
+class DryRun:
+    """What a release would be."""
+
+    making: Making
+    places: Places
+    levels: Sequence[str]
+
+    def _rows(self) -> list[tuple[str, int, float, bool]]:
+        places = self.places.all()
+        return [
+            (f.name, f.size, f.bits_per_weight, self.making.is_made(f, places) is not None) for f in self.making.files
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{"file": n, "bytes": s, "bits_per_weight": round(b, 4), "made": made} for n, s, b, made in self._rows()]
+        return {"schema": SCHEMA, "dry_run": True, "repository": str(self.places.repository), "levels": list(self.levels),
+                "notes": self.making.plan.notes, "files": rows}  # fmt: skip
+
+    def as_text(self) -> str:
+        lines = [f"note: {note}" for note in self.making.plan.notes]
+        lines += [
+            f"{name}: {amount(size)}, {bits:.2f} bits per weight, {'is there' if made else 'to be made'}"
+            for name, size, bits, made in self._rows()
+        ]
+        total = sum(size for _, size, _, made in self._rows() if not made)
+        lines += [f"{amount(total)} to be written; levels: {', '.join(self.levels)}; into {self.places.repository}"]
+        return "\n".join([*lines, "dry run: nothing was made"])
