@@ -105,7 +105,9 @@ def _runnable(files: Sequence[FileFacts]) -> str:
     rows = []
     for f in files:
         d = f.level("logits")
-        figures = (f"{d['kld_mean']:.2g}", f"{d['top1']:.1%}", f"{d['perplexity']:.3f}") if d else ("–", "–", "–")
+        figures = (
+            (f"{max(0, d['kld_mean']):.2g}", f"{d['top1']:.1%}", f"{d['perplexity']:.3f}") if d else ("–", "–", "–")
+        )
         rows.append((
             _link(f), amount(f.file.size), f"{f.file.bits_per_weight:.2f}", *figures, _shares(f), _VERDICTS[f.verdict],
             _drafts(f.draft),
@@ -203,8 +205,8 @@ def _llama_cpp(facts: Facts, bundled: FileFacts | None, trunk: FileFacts | None)
     chosen = bundled or trunk
     if chosen is not None and chosen.draft is not None and not chosen.draft.on:
         yield (
-            f"On the machine of the measurements plain decoding of {chosen.file.type} was as fast: leave the `--spec` "
-            "options out, or measure on yours."
+            f"Where this was measured, plain decoding of {chosen.file.type} was fastest: leave the `--spec` options out, or "
+            "measure on your machine."
         )
     if bundled is not None:
         flags = _flags(bundled.draft)
@@ -250,8 +252,13 @@ def _ollama(facts: Facts, trunk: FileFacts | None, bundled: FileFacts | None) ->
     if chosen is None:
         return
     yield "### ollama"
+    whole = chosen.file.first
+    if len(chosen.file.parts) > 1:
+        whole = f"{chosen.file.stem}.gguf"
+        yield "ollama takes no files in parts; join them first:"
+        yield _block(f"convert-mtp {chosen.file.first} {whole}")
     yield "`Modelfile`:"
-    yield _block(f"FROM ./{chosen.file.first}", *_parameters(facts), language="dockerfile")
+    yield _block(f"FROM ./{whole}", *_parameters(facts), language="dockerfile")
     name = facts.names.base.lower()
     yield _block(f"ollama create {name} -f Modelfile && ollama run {name}")
     why = "Some versions refuse bundled files, so this is the trunk alone: " if trunk else ""

@@ -60,18 +60,21 @@ class Places:
         return self.repository, self.failed, self.made
 
     def set_aside(self, files: Sequence[ReleaseFile]) -> None:
-        """Take what is not of this release out of the repository; files of ours only."""
-        wanted = {self.repository / part for f in files for part in f.parts}
+        """Take files of the model that are not of this release out of the repository, and forget why others failed."""
+        wanted = {part for f in files for part in f.parts}
         for folder in (BUNDLED, TRUNK):
-            for file in sorted((self.repository / folder).glob("*.gguf")):
-                if file not in wanted:
-                    _move(file, self.made / folder / file.name)
+            for file in sorted((self.repository / folder).glob(f"*{self.names.base}-*.gguf")):
+                name = f"{folder}/{file.name}"
+                if name not in wanted:
+                    self.move(name, self.repository, self.made)
+        for part in wanted:
+            with os_errors("cannot remove this file", self.failed / part):
+                (self.failed / part).unlink(missing_ok=True)
 
-    def move(self, file: ReleaseFile, where: Path, to: Path) -> None:
-        """A file from one of the folders to another; the last part last."""
+    def move(self, part: str, where: Path, to: Path) -> None:
+        """A file from one of the folders to another."""
         if where != to:
-            for part in file.parts:
-                _move(where / part, to / part)
+            _move(where / part, to / part)
 
 
 def _move(file: Path, to: Path) -> None:

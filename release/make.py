@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,11 @@ from converter.splits import Limits, split_plan
 from quant.mixes import mix
 from release.ledger import Ledger, digest
 from release.names import Names
-from release.origin import Origin
+from release.origin import Origin, file_sha256
 from release.recipe import BUNDLED, SIDECAR, Recipe
 
 HEADS = ("sidecar", DRAFTER)  # kinds that draft for trunk-only files
+_MADE = "made"
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,40 @@ class Making:
         wanted = {self.folder / part for part in file.parts}
         return [p for p in self.plan.files if p.path in wanted]
 
-    def is_made(self, file: ReleaseFile, places: Sequence[Path]) -> Path | None:
-        """The first of these folders that has the whole file.
+    def find(self, file: ReleaseFile, places: Sequence[Path], ledger: Ledger) -> list[Path] | None:
+        """The folder that each part of a file lies in; None where one is in none of these.
 
-        Headers tell, since each names source, hashes and options, and a file has its name only when it is complete.
+        Headers tell, since the first one names source, hashes and options, and hashes that were kept when the file was
+        made. Where a run was cut off before that, complete files in the folder they are made in count too.
         """
-        for place in places:
-            if all(_has_header(place / p.path.relative_to(self.folder), p) for p in self.planned(file)):
-                return place
-        return None
+        planned = self.planned(file)
+        keys = _keys(planned)
+        found = [self._place_of(p, key, places, ledger) for p, key in zip(planned, keys, strict=True)]
+        return [place for place in found if place is not None] if all(found) else None
 
     def only(self, files: Sequence[ReleaseFile]) -> Plan:
         return replace(self.plan, files=[p for f in files for p in self.planned(f)])
+
+    def record(self, file: ReleaseFile, ledger: Ledger) -> None:
+        """Keep the hashes of a file that was made just now."""
+        planned = self.planned(file)
+        for part, key in zip(planned, _keys(planned), strict=True):
+            ledger.put(_MADE, str(part.path.relative_to(self.folder)), key, file_sha256(part.path, ledger))
+
+    def _place_of(self, planned: PlannedFile, key: str, places: Sequence[Path], ledger: Ledger) -> Path | None:
+        name = planned.path.relative_to(self.folder)
+        made = ledger.get(_MADE, str(name), key)
+        for place in places:
+            if _has_header(place / name, planned) and (
+                place == self.folder if made is None else made == file_sha256(place / name, ledger)
+            ):
+                return place
+        return None
+
+
+def _keys(parts: Sequence[PlannedFile]) -> list[str]:
+    """Of each part: the first one's header says what the file is, its own which part."""
+    return [hashlib.sha256(parts[0].header + p.header).hexdigest() for p in parts]
 
 
 def _has_header(file: Path, planned: PlannedFile) -> bool:

@@ -12,7 +12,7 @@ from verify.html import badge, document, table, text
 from verify.html import plots as side_by_side
 
 _FIGURES = ("file", "kind", "type", "head", "size, MB", "bits per weight", "KL divergence", "99.9 %", "top-1, %", "perplexity",
-            "accepted at draft 1, 2, …", "drafts", "expected")  # fmt: skip
+            "accepted at draft 1, 2, …", "drafts")  # fmt: skip
 
 
 def page(facts: Facts, plots: Sequence[Plot]) -> str:
@@ -43,8 +43,8 @@ def _files(facts: Facts) -> str:
             ("not measured", "") if draft is None else (draft.drafts if draft.on else "off", f"{draft.expected:.2f}x")
         )
         rows.append((
-            f.file.name, f.file.kind, f.file.type, f.file.head or "", round(f.file.size / 1e6, 2),
-            round(f.file.bits_per_weight, 2), *figures, ", ".join(f"{s:.0%}" for s in f.acceptance), *drafts,
+            f.file.stem, f.file.kind, f.file.type, f.file.head or "", round(f.file.size / 1e6, 2),
+            round(f.file.bits_per_weight, 2), *figures, ", ".join(f"{s:.0%}" for s in f.acceptance), drafts,
         ))  # fmt: skip
     return table(_FIGURES, rows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.matrix import LLAMA_CPP
@@ -50,7 +49,8 @@ def _trunks(facts: Facts) -> list[FileFacts]:
 
 
 def _quality(files: Sequence[FileFacts]) -> Plot | None:
-    known = [(f.file.size / 1e9, f.level("logits")["kld_mean"], f.file.type) for f in files if f.level("logits")]
+    unit, scale = ("GB", 1e9) if max((f.file.size for f in files), default=0) > 1e9 else ("MB", 1e6)
+    known = [(f.file.size / scale, f.level("logits")["kld_mean"], f.file.type) for f in files if f.level("logits")]
     if len(known) < 2:
         return None
 
@@ -60,11 +60,11 @@ def _quality(files: Sequence[FileFacts]) -> Plot | None:
         axes.plot([s for s, _, _ in known], [max(k, floor) for _, k, _ in known], "o", color=BLUE)
         for size, kld, kind in known:
             axes.annotate(kind, (size, max(kld, floor)), (5, 4), textcoords="offset points", fontsize=9)
-        axes.set(xlabel="size, GB", ylabel="mean KL divergence, nats", yscale="log")
+        axes.set(xlabel=f"size, {unit}", ylabel="mean KL divergence, nats", yscale="log")
         axes.margins(x=0.18, y=0.2)
         axes.grid(axis="both", which="major", color="#d9dee5", linewidth=0.8)
 
-    words = ", ".join(f"{kind} {kld:.2g} nats at {size:.3g} GB" for size, kld, kind in known)
+    words = ", ".join(f"{kind} {kld:.2g} nats at {size:.3g} {unit}" for size, kld, kind in known)
     return Plot("quality", "Distance from the source by size", f"Mean KL divergence: {words}.", draw)
 
 
@@ -101,11 +101,10 @@ def _speed(facts: Facts) -> Plot | None:
     draw = best_speedups(results, LLAMA_CPP, names)
     if draw is None:
         return None
-    best: dict[str, float] = {}
-    for s in results.drafting:
-        if s.speedup:
-            name = names[s.cell.load.file]
-            best[name] = max(best.get(name, 0.0), s.speedup.value)
-    words = ", ".join(f"{Path(n).name} up to {v:.2f}x" for n, v in best.items())
+    best = {
+        name: max((s.speedup.value for s in results.drafting if s.cell.load.file == path and s.speedup), default=0.0)
+        for path, name in names.items()
+    }
+    words = ", ".join(f"{n} up to {v:.2f}x" for n, v in best.items())
     return Plot("speed", "Best speedup over plain decoding", f"Speedup over plain decoding: {words}.", draw, 6.4,
                 1.1 + 0.6 * len(names))  # fmt: skip

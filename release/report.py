@@ -9,6 +9,7 @@ from typing import Any
 from converter.console import amount
 from release.facts import SCHEMA, Facts, FileFacts
 from release.folder import Places
+from release.ledger import Ledger
 from release.make import Making
 from release.push import Pushed
 
@@ -22,19 +23,35 @@ class ReleaseReport:
     pushed: Sequence[Pushed]
 
     @property
+    def advice(self) -> list[str]:
+        """What a publisher would still want."""
+        known = {
+            "card.license": self.facts.recipe.card.license or self.facts.origin.card.get("license"),
+            "card.base_model": self.facts.base_model,
+            "card.repository": self.facts.repository,
+        }
+        words = {
+            "card.license": "the card names no license",
+            "card.base_model": "the card does not link the source",
+            "card.repository": "command lines and presets name files of this machine, no repository",
+        }
+        return [f"{words[key]}: set {key} in the recipe" for key, value in known.items() if not value]
+
+    @property
     def exit_code(self) -> int:
         return 1 if self.facts.refused else 0
 
     def as_json(self) -> dict[str, Any]:
         return {
             **self.facts.as_json(), "exit_code": self.exit_code, "repository": str(self.places.repository),
-            "presets": str(self.places.presets), "pushed": [asdict(p) for p in self.pushed],
+            "presets": str(self.places.presets), "advice": self.advice, "pushed": [asdict(p) for p in self.pushed],
         }  # fmt: skip
 
     def as_text(self) -> str:
         facts = self.facts
         lines = [f"note: {note}" for note in facts.notes]
         lines += [_line(f) for f in facts.files]
+        lines += [f"advice: {words}" for words in self.advice]
         for f in facts.refused:
             lines += [f"not published: {f.file.name}, in {self.places.failed}"]
             lines += [f"  {reason}" for reason in f.assessment.reasons()]
@@ -66,12 +83,14 @@ class DryRun:
 
     making: Making
     places: Places
+    ledger: Ledger
     levels: Sequence[str]
 
     def _rows(self) -> list[tuple[str, int, float, bool]]:
         places = self.places.all()
         return [
-            (f.name, f.size, f.bits_per_weight, self.making.is_made(f, places) is not None) for f in self.making.files
+            (f.name, f.size, f.bits_per_weight, self.making.find(f, places, self.ledger) is not None)
+            for f in self.making.files
         ]
 
     def as_json(self) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def release(
         places = Places(out, names_of(origin.name, recipe.name))
         with open_making(origin, drafter, recipe, places.names, places.made, ledger) as making:
             if dry_run:
-                return DryRun(making, places, levels)
-            _make(making, places, device, workers, hooks)
+                return DryRun(making, places, ledger, levels)
+            _make(making, places, ledger, device, workers, hooks)
             return _Release(origin, drafter, recipe, places, ledger, making, levels, hooks).finish(
                 push_to, private=private
             )
@@ -95,9 +95,15 @@ def _locked(work: Path) -> Iterator[Ledger]:
         os.close(descriptor)
 
 
-def _make(making: Making, places: Places, device: str, workers: int | None, hooks: Hooks) -> None:
+def _make(making: Making, places: Places, ledger: Ledger, device: str, workers: int | None, hooks: Hooks) -> None:
     """Convert what is in none of the places, in one pass over the source."""
-    missing = [f for f in making.files if making.is_made(f, places.all()) is None]
+    found = {f.name: making.find(f, places.all(), ledger) for f in making.files}
+    for file in making.files:
+        folders = found[file.name]
+        if folders and len(set(folders)) > 1:  # a run was cut off between parts
+            for part, folder in zip(file.parts, folders, strict=True):
+                places.move(part, folder, places.made)
+    missing = [f for f in making.files if not found[f.name]]
     if not missing:
         return
     hooks.notify(f"converting {len(missing)} of {len(making.files)} files")
@@ -105,12 +111,14 @@ def _make(making: Making, places: Places, device: str, workers: int | None, hook
     with os_errors("cannot write here", places.made):
         for file in plan.files:
             file.path.parent.mkdir(parents=True, exist_ok=True)
+            file.path.unlink(missing_ok=True)  # of an earlier source or version
     place = open_device(device)
-    # Files of an earlier source or version have the same names: they are replaced.
     run_plan(
         plan, making.checkpoint, device=place, executor=open_executor("threads", workers or place.workers), force=True,
         progress=hooks.progress("B"), notify=lambda _name, message, _facts: hooks.notify(message),
     )  # fmt: skip
+    for file in missing:
+        making.record(file, ledger)
 
 
 @dataclass
@@ -144,16 +152,18 @@ class _Release:
         return ReleaseReport(facts, self.places, self._push(facts, push_to, private=private) if push_to else [])
 
     def _find(self, file: ReleaseFile) -> Path:
-        found = self.making.is_made(file, self.places.all())
+        found = self.making.find(file, self.places.all(), self.ledger)
         assert found is not None, file.name
-        return found
+        return found[0]
 
     def _placed(self, found: Assessment) -> FileFacts:
         """Into the repository, or apart."""
         file = found.file
         passed = found.passes(self.recipe.verify)
         to = self.places.repository if passed else self.places.failed
-        self.places.move(file, self._find(file), to)
+        now = self._find(file)
+        for part in reversed(file.parts):  # the first one, which engines are given, when all others are there
+            self.places.move(part, now, to)
         sums = {part: file_sha256(to / part, self.ledger) for part in file.parts}
         facts = FileFacts(file, found, passed, sums)
         write_reasons(facts, self.places)
