@@ -120,3 +120,7 @@ class _Shown:
         if self.now is not None:
             self.now.close()
             self.now = None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

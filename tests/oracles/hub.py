@@ -1,7 +1,8 @@
-"""A Hub on this machine: the endpoints that huggingface_hub asks, over folders, with faults on demand."""
+"""A Hub on this machine: the endpoints that huggingface_hub asks, over folders, with faults on demand; takes uploads."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -26,6 +27,10 @@ class FakeHub:
         self.requests: list[tuple[str, str, str]] = []  # method, path, Range
         self.sent: dict[str, int] = defaultdict(int)
         self.leaked: list[str] = []
+        self.root: Path | None = None  # where repositories are made; None: nobody may
+        self.token = ""  # that may write
+        self.large: dict[str, bytes] = {}  # uploaded, by SHA-256, whether a commit has them or not
+        self.commits: list[str] = []  # their messages
 
         class Handler(_Handler):
             hub = self
@@ -54,6 +59,72 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer()
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.requests.append(("POST", path, ""))
+        if self.hub.root is None or self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            self._plain(401 if not self.headers.get("Authorization") else 403)
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
+            files = [
+                {"path": f["path"], "shouldIgnore": False, "uploadMode": _mode(f)} for f in json.loads(body)["files"]
+            ]
+            self._json({"files": files})
+        elif re.fullmatch(r"/[^/]+/[^/]+\.git/info/lfs/objects/batch", path):
+            self._json({"transfer": "basic", "objects": [self._wanted(o) for o in json.loads(body)["objects"]]})
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+            self._commit(match[1], [json.loads(line) for line in body.splitlines()])
+        else:
+            self._plain(404)
+
+    def do_PUT(self) -> None:
+        """A large file, by its hash."""
+        oid = self.path.rpartition("/")[2]
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.requests.append(("PUT", oid, ""))
+        if self.hub.faults["PUT"]:
+            self._plain(int(self.hub.faults["PUT"].pop(0)))
+            return
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.hub.large[oid] = body
+        self._plain(200)
+
+    def _create(self, asked: dict[str, str]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        exists = name in self.hub.folders
+        if not exists:
+            assert self.hub.root is not None
+            self.hub.folders[name] = self.hub.root / name
+            self.hub.folders[name].mkdir(parents=True)
+        answer = json.dumps({"url": f"{self.hub.url}/{name}", "name": name, "id": "1"}).encode()
+        self._plain(409 if exists else 200, {"Content-Type": "application/json"}, answer)
+
+    def _wanted(self, item: dict[str, object]) -> dict[str, object]:
+        """What is here already gets no place to be sent to."""
+        oid = str(item["oid"])
+        place = {} if oid in self.hub.large else {"actions": {"upload": {"href": f"{self.hub.url}/large/{oid}"}}}
+        return {"oid": oid, "size": item["size"], **place}
+
+    def _commit(self, repository: str, lines: list[dict[str, dict[str, str]]]) -> None:
+        folder = self.hub.folders[repository]
+        for line in lines:
+            kind, value = str(line["key"]), line["value"]
+            if kind == "header":
+                self.hub.commits.append(value["summary"])
+                continue
+            file = folder / value["path"]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "file":
+                file.write_bytes(base64.b64decode(value["content"]))
+            elif kind == "lfsFile":
+                file.write_bytes(self.hub.large[value["oid"]])
+            else:
+                assert kind == "deletedFile"
+                file.unlink()
+        self._json({"commitUrl": f"{self.hub.url}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -157,6 +228,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _mode(file: dict[str, object]) -> str:
+    return "lfs" if str(file["path"]).endswith((".gguf", ".png")) else "regular"
 
 
 def _entry(file: Path, folder: Path) -> dict[str, object]:
