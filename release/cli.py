@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ def _release(args: argparse.Namespace) -> Report:
     recipe = read_recipe(args.recipe) if args.recipe else preset(args.preset or DEFAULT_PRESET)
     from release.run import Hooks, release
 
+    if args.quiet or not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of downloads and uploads
     shown = _Shown(quiet=args.quiet)
     try:
         return release(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converter.errors import EnvironmentFailure, ToolError, UsageError
+from converter.errors import EnvironmentFailure, InputError, ToolError, UsageError
 from release.names import BUNDLED, TRUNK
 from release.origin import all_files
 
@@ -34,11 +35,12 @@ def push(
     They become visible by the commit alone. GGUF files in bundled/ and trunk/ that the folder does not have are
     deleted: they are of an earlier release. Everything else there stays. Raises ToolError.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 
     api = HfApi(library_name="convert-mtp")
     files = {f.relative_to(folder).as_posix(): f for f in all_files(folder)}
     with _errors(repository):
+        ModelCard.load(folder / "README.md").validate()  # before hours of sending files
         api.create_repo(repository, private=private or None, exist_ok=True)
         there = api.list_repo_files(repository)
         stale = [name for name in there if _is_ours(name) and name not in files]
@@ -65,7 +67,7 @@ def _errors(repository: str) -> Iterator[None]:
     http: Any = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]  (the HTTP library's, whichever it is)
     try:
         yield
-    except (errors.HFValidationError, http, OSError) as error:
+    except (http, OSError, RuntimeError, ValueError) as error:  # the library raises them all
         raise _explained(error, repository) from error
 
 
@@ -75,7 +77,11 @@ def _explained(error: Exception, repository: str) -> ToolError:
     found = " ".join(str(error).split())[:300]
     if isinstance(error, errors.HFValidationError):
         return UsageError("this is no name for a repository", expected="user/name", found=found)
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    cause = error if hasattr(error, "response") else error.__cause__
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
+        return InputError("the Hub does not accept the card's front matter", Path("README.md"), found=found,
+                          hint="its values are those of the recipe's [card] and of the source's own card")  # fmt: skip
     if status in {401, 403} or isinstance(error, errors.LocalTokenNotFoundError):
         return EnvironmentFailure(
             "the Hub does not let you write there", expected=f"a token that may write to {repository}", found=found,

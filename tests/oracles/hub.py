@@ -64,7 +64,12 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.requests.append(("POST", path, ""))
-        if self.hub.root is None or self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        if path == "/api/validate-yaml":
+            bad = "license: no-such" in json.loads(body)["content"]
+            errors = [{"message": "license is not one of those that there are"}] if bad else []
+            self._plain(400 if bad else 200, {"Content-Type": "application/json"},
+                        json.dumps({"errors": errors, "warnings": []}).encode())  # fmt: skip
+        elif self.hub.root is None or self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._plain(401 if not self.headers.get("Authorization") else 403)
         elif path == "/api/repos/create":
             self._create(json.loads(body))

@@ -88,7 +88,7 @@ def test_what_is_there_is_not_sent_again(run, hub: FakeHub, folder: Path) -> Non
     run("-c", PUSH, str(folder), "user/x")
     hub.folders["user/x"].joinpath("mmproj-x.gguf").write_bytes(b"someone else's")
     (folder / "trunk/mtp-x-Q8_0.gguf").rename(folder / "trunk/mtp-x-Q4_0.gguf")
-    (folder / "README.md").write_text("another card")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nanother card")
     hub.requests.clear()
     done = run("-c", PUSH, str(folder), "user/x")
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def test_what_is_there_is_not_sent_again(run, hub: FakeHub, folder: Path) -> Non
         "trunk/mtp-x-Q4_0.gguf",
         "mmproj-x.gguf",
     }
-    assert there(hub, "user/x")["README.md"] == b"another card"
+    assert there(hub, "user/x")["README.md"].endswith(b"another card")
     assert "deleted=('trunk/mtp-x-Q8_0.gguf',)" in done.stdout
 
 
@@ -117,6 +117,16 @@ def test_an_interrupted_push(run, hub: FakeHub, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len([p for m, p, _ in hub.requests if m == "PUT"]) == 3 - len(sent)
     assert len(there(hub, "user/x")) == 4
+
+
+def test_a_card_that_the_hub_refuses(run, hub: FakeHub, folder: Path) -> None:
+    """Is said before anything is sent."""
+    (folder / "README.md").write_text("---\nlicense: no-such\n---\ncard")
+    done = run("-c", PUSH, str(folder), "user/x")
+    assert "front matter" in done.stderr
+    assert "not one of those" in done.stderr
+    assert not any(m == "PUT" for m, _, _ in hub.requests)
+    assert hub.folders == {}
 
 
 def test_the_command(run, hub: FakeHub, bare: Release) -> None:
