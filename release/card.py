@@ -59,7 +59,7 @@ def _introduction(facts: Facts) -> str:
     what = "its drafter" if facts.drafter else "its multi-token-prediction (MTP) head"
     words = (
         f"# {facts.names.base} with MTP, GGUF\n\n"
-        f"{source} with {what}, for llama.cpp. The head guesses the next tokens, the model checks all guesses in one pass "
+        f"{source} with {what}, for llama.cpp. {'The drafter' if facts.drafter else 'The head'} guesses the next tokens, the model checks all guesses in one pass "
         "and keeps those it would have chosen itself: the same text, faster where guesses are good."
     )
     return f"{words}\n\n{read_text(facts.recipe.path(own)).strip()}" if own else words
@@ -82,14 +82,21 @@ def _files(facts: Facts) -> str:
         )
         parts.append(_runnable(bundled))
     if trunks := facts.of_kind("trunk"):
-        pair = f"; with `{facts.sidecar.file.name}` as sidecar they draft too" if facts.sidecar else ""
-        parts.append(f"**Trunk only**: for engines that do not know heads{pair}. Acceptance is that with the sidecar.")
+        head = f"`{facts.sidecar.file.name}`" if facts.sidecar else ""
+        if bundled:
+            pair = f"; with {head} as sidecar they draft too" if head else ""
+            parts.append(f"**Trunk only**: for engines that do not know heads{pair}.")
+        else:
+            parts.append("**Model**" + (f": drafts with {head} beside it." if head else ": does not draft by itself."))
         parts.append(_runnable(trunks))
     if heads := facts.of_kind(*HEADS):
-        what = "Drafter" if heads[0].file.kind == DRAFTER else "Sidecars: the head alone"
-        parts.append(
-            f"**{what}**, for the trunk-only files above, never for a bundled one. They hold copies of embedding and output."
-        )
+        if heads[0].file.kind == DRAFTER:
+            parts.append("**Drafter**, for the files above.")
+        else:
+            parts.append(
+                "**Sidecars**: the head alone, for the trunk-only files above, never for a bundled one. They hold copies of "
+                "embedding and output."
+            )
         rows = [
             (_link(f), amount(f.file.size), f"{f.file.bits_per_weight:.2f}", _shares(f), _VERDICTS[f.verdict])
             for f in heads

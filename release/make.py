@@ -16,7 +16,7 @@ from converter.checkpoint import Checkpoint, join
 from converter.errors import CheckpointError
 from converter.imatrix import read_imatrix
 from converter.metadata import Provenance
-from converter.model import Model, read_model
+from converter.model import SEPARATE_DRAFTER, Model, read_model
 from converter.plan import DRAFTER, Options, Packaging, Plan, PlannedFile, make_plan, refuse_strangers
 from converter.rules import Role
 from converter.splits import Limits, split_plan
@@ -125,7 +125,7 @@ def open_making(
     assistant = read_model(drafter.folder) if drafter is not None else None
     try:
         plans = list(_plans(model, assistant, _Choice(origin, drafter, recipe, names, folder, ledger)))
-        notes = list(dict.fromkeys(n for plan in plans for n in plan.notes))
+        notes = list(dict.fromkeys(n for p in plans for n in p.notes if n != SEPARATE_DRAFTER or drafter is None))
         whole = replace(plans[0], files=[f for plan in plans for f in plan.files], notes=notes,
                         importance=next((p.importance for p in plans if p.importance is not None), None),
                         head_layers=max(p.head_layers for p in plans))  # fmt: skip

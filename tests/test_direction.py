@@ -1,4 +1,4 @@
-"""Imports follow the arrow: quant <- converter <- verify <- bench."""
+"""Imports follow the arrow: quant <- converter <- verify <- bench <- release."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "converter": {"quant"},
     "verify": {"quant", "converter"},
     "bench": {"quant", "converter", "verify"},
+    "release": {"quant", "converter", "verify", "bench"},
 }
 
 

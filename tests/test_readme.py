@@ -10,6 +10,7 @@ import pytest
 from bench import cli as bench_cli
 from converter import cli
 from tests.conftest import ROOT
+from release import cli as release_cli
 from verify import calibrate
 from verify import cli as verify_cli
 
@@ -20,11 +21,14 @@ COMMANDS = [
     for language, block in BLOCKS
     if language == "sh"
     for line in block.splitlines()
-    if line.startswith(("convert-mtp", "inspect-mtp", "calibrate-mtp", "verify-mtp", "bench-mtp", "recommend-mtp"))
+    if line.startswith(
+        ("convert-mtp", "inspect-mtp", "calibrate-mtp", "verify-mtp", "bench-mtp", "recommend-mtp", "release-mtp")
+    )
 ]
 MAINS = {
     "convert-mtp": cli.convert_main, "inspect-mtp": cli.inspect_main, "calibrate-mtp": calibrate.main,
     "verify-mtp": verify_cli.main, "bench-mtp": bench_cli.bench_main, "recommend-mtp": bench_cli.recommend_main,
+    "release-mtp": release_cli.main,
 }  # fmt: skip
 
 
@@ -33,7 +37,7 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 7
 
 
-HERE = [c for c in COMMANDS if "examples/" in " ".join(c) or c[1].startswith(("tiny", "parts"))]
+HERE = [c for c in COMMANDS if "examples/" in " ".join(c) or c[1].startswith(("tiny", "parts", "--init"))]
 ELSEWHERE = [c for c in COMMANDS if c not in HERE]
 
 
@@ -52,7 +56,7 @@ def test_commands_for_the_example(tmp_path, monkeypatch) -> None:
     """In the page's order, in a folder that has the example."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    assert [MAINS[c[0]](c[1:]) for c in HERE] == [0] * 13
+    assert [MAINS[c[0]](c[1:]) for c in HERE] == [0] * 15
 
 
 def test_python_block(tmp_path, monkeypatch, capsys) -> None:
