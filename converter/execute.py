@@ -151,7 +151,7 @@ class Work:
             tensors = {form: job.targets[t][1] for form, t in zip(forms, chunk.targets, strict=True)}
             outputs = {f: np.empty((len(rows), t.type.row_bytes(job.row_length)), np.uint8) for f, t in tensors.items()}
             self._quantize(job, rows, raw, list(tensors.values()), list(outputs.values()))
-        sums = {form: zlib.crc32(out) for form, out in outputs.items()}
+        sums = {form: zlib.crc32(out.data.cast("B")) for form, out in outputs.items()}
         for target, form in zip(chunk.targets, forms, strict=True):
             file, offset, _ = self.place(chunk, target)
             self.sinks[file].write(offset, outputs[form].data.cast("B"), sync=self.sync)

@@ -9,8 +9,8 @@ import pytest
 
 from bench import cli as bench_cli
 from converter import cli
-from tests.conftest import ROOT
 from release import cli as release_cli
+from tests.conftest import ROOT
 from verify import calibrate
 from verify import cli as verify_cli
 
