@@ -10,7 +10,7 @@ from bench.policy import Recommendation, options
 from converter.console import amount
 from converter.files import read_text
 from converter.plan import DRAFTER
-from release.facts import Facts, FileFacts, machine
+from release.facts import Facts, FileFacts, draft_words, machine
 from release.make import HEADS
 from release.plots import Plot
 
@@ -98,7 +98,7 @@ def _files(facts: Facts) -> str:
                 "embedding and output."
             )
         rows = [
-            (_link(f), amount(f.file.size), f"{f.file.bits_per_weight:.2f}", _shares(f), _VERDICTS[f.verdict])
+            (_link(f), amount(f.file.size), f"{f.file.bits_per_weight:.2f}", f.accepted, _VERDICTS[f.verdict])
             for f in heads
         ]
         parts.append(_table(("File", "Size", "Bits/weight", "Accepted at draft 1, 2, …", "Verdict"), rows))
@@ -116,8 +116,8 @@ def _runnable(files: Sequence[FileFacts]) -> str:
             (f"{max(0, d['kld_mean']):.2g}", f"{d['top1']:.1%}", f"{d['perplexity']:.3f}") if d else ("–", "–", "–")
         )
         rows.append((
-            _link(f), amount(f.file.size), f"{f.file.bits_per_weight:.2f}", *figures, _shares(f), _VERDICTS[f.verdict],
-            _drafts(f.draft),
+            _link(f), amount(f.file.size), f"{f.file.bits_per_weight:.2f}", *figures, f.accepted, _VERDICTS[f.verdict],
+            draft_words(f.draft),
         ))  # fmt: skip
     return _table(header, rows)
 
@@ -126,21 +126,6 @@ def _link(facts: FileFacts) -> str:
     count = len(facts.file.parts)
     more = f" … {count} parts" if count > 1 else ""
     return f"[{facts.file.stem}]({facts.file.first}){more}"
-
-
-def _shares(facts: FileFacts) -> str:
-    """Of torch, else of the engine where that counted positions."""
-    if facts.acceptance:
-        return ", ".join(f"{s:.0%}" for s in facts.acceptance)
-    runs = facts.level("engine").get("runs") or []
-    longest = max((r for r in runs if r["drafted"]), key=lambda r: len(r["by_position"] or ()), default=None)
-    return f"{longest['accepted'] / longest['drafted']:.0%} of all at {longest['run']}" if longest else "–"
-
-
-def _drafts(found: Recommendation | None) -> str:
-    if found is None:
-        return "not measured"
-    return f"n = {found.drafts}, {found.expected:.2f}x" if found.on else "off"
 
 
 def _legend(facts: Facts) -> str:
@@ -167,7 +152,7 @@ def _recommended(facts: Facts) -> str:
         return ""
     tasks = list(facts.measured.tasks)
     files = [f for f in facts.published if f.file in facts.measured.files.values()]
-    rows = [(f.file.type, *(_drafts(f.drafts.get(task)) for task in tasks)) for f in files]
+    rows = [(f.file.type, *(draft_words(f.drafts.get(task)) for task in tasks)) for f in files]
     words = "Drafts by task, with the speedup over plain decoding that was measured; off where there is none."
     return f"## Drafts by task\n\n{words}\n\n{_table(('Type', *tasks), rows)}"
 

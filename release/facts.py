@@ -45,6 +45,15 @@ class FileFacts:
         return [a / d if d else 0.0 for a, d in self.level("acceptance").get("source") or []]
 
     @property
+    def accepted(self) -> str:
+        """In words: by position in torch, else of all drafts in the engine."""
+        if self.acceptance:
+            return ", ".join(f"{s:.0%}" for s in self.acceptance)
+        runs = [r for r in self.level("engine").get("runs", []) if r["drafted"]]
+        longest = max(runs, key=lambda r: r["drafted"], default=None)
+        return f"{longest['accepted'] / longest['drafted']:.0%} of all, {longest['run']}" if longest else "–"
+
+    @property
     def verdict(self) -> str:
         return "failed" if self.assessment.untried else self.assessment.verdict.name.lower()
 
@@ -135,6 +144,13 @@ class Facts:
             "engine": self.engine, "machine": machine(), "levels": list(self.levels), "notes": list(self.notes),
             "files": [f.as_json() for f in self.files], "bench": bench,
         }  # fmt: skip
+
+
+def draft_words(found: Recommendation | None) -> str:
+    """What to do with drafts."""
+    if found is None:
+        return "not measured"
+    return f"n = {found.drafts}, {found.expected:.2f}x" if found.on else "off"
 
 
 def _source(origin: Origin) -> dict[str, Any]:

@@ -30,7 +30,12 @@ class Measured:
     tasks: Sequence[str]
 
     def recommended(self, file: ReleaseFile, task: str | None = None) -> Recommendation | None:
-        """For a file, or for another one of the same type: trunks are the same whether the head is in the file."""
+        """For a file, or for another one of the same type: trunks are the same whether the head is in the file.
+
+        None for sidecars, of which the trunk decides.
+        """
+        if file.kind in HEADS:
+            return None
         found = self._recommendations.get(task, {})
         same = [r for name, r in found.items() if self.files[name].type == file.type]
         return next((r for name, r in found.items() if self.files[name] == file), same[0] if same else None)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from converter.console import amount
-from release.facts import Facts, FileFacts, machine
+from release.facts import Facts, FileFacts, draft_words, machine
+from release.make import HEADS
 from release.plots import Plot
 from verify.html import badge, document, table, text
 from verify.html import plots as side_by_side
 
-_FIGURES = ("file", "kind", "type", "head", "size, MB", "bits per weight", "KL divergence", "99.9 %", "top-1, %", "perplexity",
-            "accepted at draft 1, 2, …", "drafts")  # fmt: skip
+_FIGURES = ("kind", "type", "head", "size, MB", "bits per weight", "KL divergence", "99.9 %", "top-1, %", "perplexity",
+            "accepted at draft 1, 2, …", "verdict", "drafts")  # fmt: skip
 
 
 def page(facts: Facts, plots: Sequence[Plot]) -> str:
@@ -37,14 +38,11 @@ def _head(facts: Facts) -> str:
 def _files(facts: Facts) -> str:
     rows = []
     for f in facts.files:
-        d, draft = f.level("logits"), f.draft
+        d = f.level("logits")
         figures = (d["kld_mean"], d["kld_999"], round(100 * d["top1"], 2), d["perplexity"]) if d else ("", "", "", "")
-        drafts = (
-            ("not measured", "") if draft is None else (draft.drafts if draft.on else "off", f"{draft.expected:.2f}x")
-        )
         rows.append((
-            f.file.stem, f.file.kind, f.file.type, f.file.head or "", round(f.file.size / 1e6, 2),
-            round(f.file.bits_per_weight, 2), *figures, ", ".join(f"{s:.0%}" for s in f.acceptance), drafts,
+            f.file.kind, f.file.type, f.file.head or "", round(f.file.size / 1e6, 2), round(f.file.bits_per_weight, 2),
+            *figures, f.accepted, f.verdict, "" if f.file.kind in HEADS else draft_words(f.draft),
         ))  # fmt: skip
     return table(_FIGURES, rows)
 

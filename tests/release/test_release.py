@@ -18,6 +18,7 @@ from gguf import GGUFReader
 
 from converter import convert
 from release import cli
+from tests.bench.world import World
 from tests.checkpoints import variant
 from tests.conftest import EXAMPLE
 from tests.oracles.discovery import by_tag, mains, sidecars
@@ -165,7 +166,7 @@ def test_the_page_needs_nothing_else(made: Release) -> None:
     html.parser.HTMLParser().feed(page)
     assert all(Path(f).stem in page for f in BUNDLED | TRUNKS | HEADS)
     assert not re.search(r"(src|href)=['\"]?(http|//|/)", page.replace("xlink:href", ""))
-    assert not re.search(r"\bnan\b|None", page)
+    assert not re.search(r"\bnan\b|None|\('", page)
 
 
 def test_presets(made: Release) -> None:
@@ -181,6 +182,37 @@ def test_presets(made: Release) -> None:
         assert Path(keys["model"]).is_file()
         assert ("spec-type" in keys) == rows[name]["on"]
         assert "model-draft" not in keys
+
+
+def test_drafts_that_pay(bare: Release, monkeypatch) -> None:
+    """Where drafts were faster, card, report and preset say how many; each by task too."""
+    from bench.report import BenchReport
+    from bench.summary import Results
+    from release import run
+    from release.measure import Measured
+
+    def measured(_origin, _recipe, files, repository, _work, _progress):
+        paths = {str(repository / f.first): f for f in files if f.kind == "bundled"}
+        world = World(
+            {"code": [0.9, 0.8], "creative": [0.2, 0.1]}, {0: 0.01, 1: 0.012, 2: 0.0125}, file=next(iter(paths))
+        )
+        records = [world.measure(task, n, 0) for task in ("code", "creative") for n in (0, 1, 2)]
+        return Measured(BenchReport(Results(records)), paths, ["code", "creative"])
+
+    monkeypatch.setattr(run, "measure_release", measured)
+    assert bare.run() == 0
+    row = next(f for f in results(bare)["files"] if f["kind"] == "bundled")
+    assert (row["recommended_by_task"]["code"]["on"], row["recommended_by_task"]["code"]["drafts"]) == (True, 2)
+    assert row["recommended_by_task"]["creative"]["on"] is False
+    drafts, speedup = (row["recommended"][k] for k in ("drafts", "expected_speedup"))
+    assert speedup > 1
+    card = (bare.repository / "README.md").read_text()
+    assert card.count(f"n = {drafts}, {speedup:.2f}x") == 2  # bundled and trunk-only, of the same trunk
+    assert re.search(r"^\| Q4_K_M \| n = 2, 2\.\d\dx \| off \|$", card, re.MULTILINE)
+    assert f"-m bundled/{NAME}-MTP-Q4_K_M.gguf --spec-type draft-mtp --spec-draft-n-max {drafts}\n" in card
+    assert f"spec-type = draft-mtp\nspec-draft-n-max = {drafts}\n" in (bare.presets / "preset.ini").read_text()
+    page = (bare.repository / "report.html").read_text()
+    assert f"n = {drafts}, {speedup:.2f}x" in page
 
 
 def test_a_repository_in_presets_and_card(bare: Release, capsys) -> None:
