@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converter.console import Progress, parser_for, run_command
+from converter.console import Progress, parser_for, positive, run_command
 
 if TYPE_CHECKING:
     from converter.heads import HeadReport
@@ -61,7 +61,7 @@ def _convert_parser() -> argparse.ArgumentParser:
         "--split-max-size", metavar="SIZE", type=_size, help="cut files into parts of at most so many bytes: 4G, 500M"
     )
     parser.add_argument(
-        "--split-max-tensors", metavar="N", type=_positive, help="cut files into parts of at most so many tensors"
+        "--split-max-tensors", metavar="N", type=positive, help="cut files into parts of at most so many tensors"
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on the Hub")
     parser.add_argument(
@@ -71,7 +71,7 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pre-tokenizer", metavar="NAME", help="the engine's name for the pre-tokenizer, if unknown here"
     )
-    parser.add_argument("--workers", metavar="N", type=_positive, help="how many work at a time (default: all cores)")
+    parser.add_argument("--workers", metavar="N", type=positive, help="how many work at a time (default: all cores)")
     parser.add_argument(
         "--executor", choices=("threads", "processes", "ray"), default="threads",
         help="who does the work; ray: a cluster on a shared file system, named by RAY_ADDRESS; the bytes are the same",
@@ -89,13 +89,6 @@ def _convert_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--log-json", action="store_true", help="progress and events on stderr as lines of JSON")
     return parser
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _size(value: str) -> int:

@@ -34,6 +34,14 @@ def parser_for(prog: str, description: str, epilog: str = EXIT_CODES) -> argpars
     return parser
 
 
+def positive(value: str) -> int:
+    """An argument that counts something."""
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
 class Report(Protocol):
     """A result that a command prints."""
 

@@ -20,6 +20,7 @@ _OF_FILE = ("structure", "fidelity", "logits")
 _OF_PAIR = ("identity", "acceptance", "engine")
 _IN_TORCH = ("logits", "identity", "acceptance")
 ENGINE = "engine"
+_ALWAYS = ("structure", ENGINE)
 Notify = Callable[[str], None]
 
 
@@ -69,7 +70,7 @@ def _words(finding: Mapping[str, Any]) -> str:
 
 
 def levels_of(checks: Checks) -> tuple[str, ...]:
-    """The levels that are run: those asked for, or all that this machine can; the engine's always.
+    """The levels that are run: those asked for, or all that this machine can; structure and engine always.
 
     Raises EnvironmentFailure where what is needed is not installed.
     """
@@ -87,7 +88,7 @@ def levels_of(checks: Checks) -> tuple[str, ...]:
                 "torch is not installed", expected=f"for the recipe's levels {', '.join(missing)}",
                 hint="pip install 'convert-mtp[verify]', or other verify.levels",
             )  # fmt: skip
-        return tuple(x for x in LEVELS if x in {*checks.levels, ENGINE})
+        return tuple(x for x in LEVELS if x in {*checks.levels, *_ALWAYS})
     return tuple(x for x in LEVELS if torch_is_here() or x not in _IN_TORCH)
 
 

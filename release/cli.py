@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converter.console import Progress, parser_for, run_command
+from converter.console import Progress, parser_for, positive, run_command
 from converter.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--push", metavar="USER/REPO", help="upload to the Hub when every file has passed")
     parser.add_argument("--private", action="store_true", help="of a repository that --push makes")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a model on the Hub")
-    parser.add_argument("--workers", metavar="N", type=int, help="how many convert at a time (default: all cores)")
+    parser.add_argument("--workers", metavar="N", type=positive, help="how many convert at a time (default: all cores)")
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="cpu", help="where to quantize")
     parser.add_argument("--dry-run", action="store_true", help="plan everything, make nothing")
     parser.add_argument("--quiet", action="store_true", help="no progress")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +157,17 @@ def _source(origin: Origin) -> dict[str, Any]:
     return {"name": origin.name, "revision": origin.revision, "sha256": dict(origin.files)}
 
 
-def recipe_json(recipe: Recipe) -> dict[str, Any]:
-    """Without where it lies."""
-    from dataclasses import asdict
+_PATHS = ("assistant", "imatrix", "mtp_imatrix", "prompts", "text", "introduction")
 
-    return {k: v for k, v in asdict(recipe).items() if k != "file"}
+
+def recipe_json(recipe: Recipe) -> dict[str, Any]:
+    """Without where it, and what it names, lie on this machine."""
+    values = {k: v for k, v in asdict(recipe).items() if k != "file"}
+    for section in (values, *(v for v in values.values() if isinstance(v, dict))):
+        for name in _PATHS:
+            if isinstance(path := section.get(name), str) and Path(path).is_absolute():
+                section[name] = Path(path).name
+    return values
 
 
 def machine() -> str:

@@ -109,10 +109,12 @@ def write_repository(facts: Facts, places: Places, ledger: Ledger) -> None:
             file.unlink()
     for name, data in pictures.items():
         write_whole(root / PLOTS / name, data)
-    write_whole(root / "report.html", page(facts, plots).encode())
-    write_whole(root / "results.json", json.dumps(facts.as_json(), indent=1).encode())
-    write_whole(root / "provenance.json", json.dumps(facts.provenance(), indent=1).encode())
-    write_whole(root / "README.md", card(facts, plots).encode())
+    texts = {
+        "report.html": page(facts, plots), "results.json": json.dumps(facts.as_json(), indent=1),
+        "provenance.json": json.dumps(facts.provenance(), indent=1), "README.md": card(facts, plots),
+    }  # fmt: skip
+    for name, text in texts.items():  # where files lay on this machine is nobody's business
+        write_whole(root / name, text.replace(f"{root}/", "").replace(f"{places.out}/", "").encode())
     write_whole(root / SUMS, "".join(f"{s}  {name}\n" for name, s in _sums(root, ledger)).encode())
 
 
@@ -141,12 +143,12 @@ def _keys(file: FileFacts, facts: Facts, places: Places) -> dict[str, str]:
         if not is_trunk:
             keys["hf-file"] = file.file.first
     else:
-        keys["model"] = str((places.repository / file.file.first).resolve())
+        keys["model"] = str(places.repository / file.file.first)
     drafts = {"spec-type": "draft-mtp", "spec-draft-n-max": _DRAFTS} if file.draft is None else draft_keys(file.draft)
     if is_trunk and facts.sidecar is None:
         return keys
     if is_trunk and drafts and facts.sidecar and not facts.repository:
-        keys["model-draft"] = str((places.repository / facts.sidecar.file.first).resolve())
+        keys["model-draft"] = str(places.repository / facts.sidecar.file.first)
     return keys | drafts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -118,13 +118,19 @@ def _has_header(file: Path, planned: PlannedFile) -> bool:
 
 @contextmanager
 def open_making(
-    origin: Origin, drafter: Origin | None, recipe: Recipe, names: Names, folder: Path, ledger: Ledger
+    origin: Origin,
+    drafter: Origin | None,
+    recipe: Recipe,
+    names: Names,
+    folder: Path,
+    ledger: Ledger,
+    notify: Callable[[str], None] = lambda _line: None,
 ) -> Iterator[Making]:
     """Plan everything. Raises ToolError for a recipe that does not fit the model."""
     model = read_model(origin.folder)
     assistant = read_model(drafter.folder) if drafter is not None else None
     try:
-        plans = list(_plans(model, assistant, _Choice(origin, drafter, recipe, names, folder, ledger)))
+        plans = list(_plans(model, assistant, _Choice(origin, drafter, recipe, names, folder, ledger, notify)))
         notes = list(dict.fromkeys(n for p in plans for n in p.notes if n != SEPARATE_DRAFTER or drafter is None))
         whole = replace(plans[0], files=[f for plan in plans for f in plan.files], notes=notes,
                         importance=next((p.importance for p in plans if p.importance is not None), None),
@@ -148,6 +154,7 @@ class _Choice:
     names: Names
     folder: Path
     ledger: Ledger
+    notify: Callable[[str], None]
 
     def options(self, model: Model, types: tuple[str, ...], packaging: Packaging, roles: Sequence[Role]) -> Options:
         files = self.recipe.files
@@ -183,6 +190,7 @@ class _Choice:
         file = self.ledger.folder / "mtp-imatrix.gguf"
         key = digest(self.origin.files)
         if not file.is_file() or self.ledger.get("calibrations", file.name, key) is None:
+            self.notify("recording the importance of the head")
             made = calibrate(self.origin.folder, file)
             self.ledger.put("calibrations", file.name, key, made.as_json())
         return file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,9 +51,15 @@ class Origin:
         return found if isinstance(found, dict) else {}
 
 
-def origin_of(model: str | Path, ledger: Ledger, *, revision: str | None = None, notify: Any = None) -> Origin:
+def origin_of(
+    model: str | Path,
+    ledger: Ledger,
+    *,
+    revision: str | None = None,
+    notify: Callable[[str], None] = lambda _line: None,
+) -> Origin:
     """Find a model, fetch it if it is on the Hub, and hash its files. Raises ToolError."""
-    located = locate(model, revision=revision, **({"notify": notify} if notify else {}))
+    located = locate(model, revision=revision, notify=lambda _name, line, _facts: notify(line))
     folder = located.path
     repository, commit = _snapshot(folder)
     if not folder.is_dir():
@@ -75,22 +81,22 @@ def _snapshot(folder: Path) -> tuple[str | None, str | None]:
 
 
 def file_sha256(file: Path, ledger: Ledger) -> str:
-    """A file's SHA-256; known ones by size and time are not read again, nor blobs of the Hub cache that are named so.
+    """A file's SHA-256; one that is known by inode, size and time is not read again, whatever its name is now.
 
-    Raises EnvironmentFailure.
+    Blobs of the Hub cache are named by theirs. Raises EnvironmentFailure.
     """
     with os_errors("cannot read this file", file):
         real = file.resolve()
         if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
             return real.name
         state = real.stat()
-        key = f"{state.st_size}/{state.st_mtime_ns}"
-        known = ledger.get("sha256", str(real), key)
+        name, key = f"{state.st_dev}-{state.st_ino}", f"{state.st_size}/{state.st_mtime_ns}"
+        known = ledger.get("sha256", name, key)
         if isinstance(known, str):
             return known
         with real.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
-    ledger.put("sha256", str(real), key, found)
+    ledger.put("sha256", name, key, found)
     return found
 
 

@@ -126,7 +126,7 @@ class Checks:
     """How files are verified."""
 
     levels: tuple[str, ...] = _key(
-        (), f"levels of verify-mtp ({', '.join(LEVELS)}); empty: all that can be run here; engine is always run",
+        (), f"levels of verify-mtp ({', '.join(LEVELS)}); empty: all that can be run here; structure and engine always are",
         partial(_list, partial(_one_of, LEVELS), empty=True),
     )  # fmt: skip
     drafts: tuple[int, ...] = _key((1, 2, 3), "drafts per step", partial(_list, _DRAFTS))

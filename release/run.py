@@ -59,16 +59,16 @@ def release(
     model: folder or Hub id; revision: of the latter. push_to: repository, "user/name". device: where to quantize.
     Raises ToolError; files that fail verification are no error but stand in the report, and nothing is pushed then.
     """
-    hooks = hooks or Hooks()
+    hooks, out = hooks or Hooks(), out.resolve()
     if push_to is not None:
         recipe = replace(recipe, card=replace(recipe.card, repository=push_to))
     levels = levels_of(recipe.verify)  # what is not installed is better known before hours of work
     with _locked(out / "work") as ledger:
         hooks.notify("hashing the source")
-        origin = origin_of(model, ledger, revision=revision)
-        drafter = origin_of(_assistant(recipe), ledger) if recipe.assistant else None
+        origin = origin_of(model, ledger, revision=revision, notify=hooks.notify)
+        drafter = origin_of(_assistant(recipe), ledger, notify=hooks.notify) if recipe.assistant else None
         places = Places(out, names_of(origin.name, recipe.name))
-        with open_making(origin, drafter, recipe, places.names, places.made, ledger) as making:
+        with open_making(origin, drafter, recipe, places.names, places.made, ledger, hooks.notify) as making:
             if dry_run:
                 return DryRun(making, places, ledger, levels)
             _make(making, places, ledger, device, workers, hooks)
@@ -141,7 +141,7 @@ class _Release:
         published = [f.file for f in files if f.published]
         self.places.set_aside(published)
         measured = measure_release(
-            self.origin, self.recipe, published, self.places.repository.resolve(), self.places.work,
+            self.origin, self.recipe, published, self.places.repository, self.places.work,
             self.hooks.progress("cells"),
         )  # fmt: skip
         facts = self._facts(files, measured)

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
+from tests.checkpoints import clone
 from tests.conftest import EXAMPLE
-from tests.oracles.hub import FakeHub
+from tests.oracles.hub import COMMIT, FakeHub
 from tests.release.conftest import Release
 
 TOKEN = "hf_that_may_write"
@@ -140,6 +142,23 @@ def test_the_command(run, hub: FakeHub, bare: Release) -> None:
     assert b"user/tiny" in there(hub, "user/tiny")["README.md"]
     assert "/user/tiny/commit/" in done.stdout
     assert len(hub.commits) == 2
+
+
+def test_a_model_from_the_hub(run, hub: FakeHub, bare: Release, tmp_path: Path) -> None:
+    """Repository and commit stand in card and file; license and language are those of the source's card."""
+    source = clone(EXAMPLE, tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: mit\nlanguage:\n- en\n- de\n---\n# Tiny\n")
+    hub.folders["org/Tiny-MTP"] = source
+    out = tmp_path / "new"
+    done = run("-m", "release.cli", "org/Tiny-MTP", str(out), "--recipe", str(bare.recipe))
+    assert done.returncode == 0, done.stderr
+    assert "fetching org/Tiny-MTP" in done.stderr
+    card = (out / "Tiny-MTP-GGUF" / "README.md").read_text()
+    assert all(x in card for x in ("license: mit", "- de", "base_model: org/Tiny-MTP", f"revision `{COMMIT}`"))
+    assert "vllm serve org/Tiny-MTP" in card
+    assert "license" not in done.stdout
+    fields = GGUFReader(out / "Tiny-MTP-GGUF" / "bundled" / "Tiny-MTP-Q4_K_M.gguf").fields
+    assert (fields["mtp.source"].contents(), fields["mtp.source.revision"].contents()) == ("org/Tiny-MTP", COMMIT)
 
 
 @pytest.mark.parametrize(

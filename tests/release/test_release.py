@@ -20,7 +20,7 @@ from converter import convert
 from release import cli
 from tests.bench.world import World
 from tests.checkpoints import variant
-from tests.conftest import EXAMPLE
+from tests.conftest import EXAMPLE, shared
 from tests.oracles.discovery import by_tag, mains, sidecars
 from tests.release.conftest import BARE, NAME, Release, begin
 from verify.check import Options, verify
@@ -167,6 +167,14 @@ def test_the_page_needs_nothing_else(made: Release) -> None:
     assert all(Path(f).stem in page for f in BUNDLED | TRUNKS | HEADS)
     assert not re.search(r"(src|href)=['\"]?(http|//|/)", page.replace("xlink:href", ""))
     assert not re.search(r"\bnan\b|None|\('", page)
+
+
+def test_nothing_of_this_machine(made: Release) -> None:
+    """What is published names no folder here."""
+    for name in WORDS | {n for n in PICTURES if n.endswith("svg")}:
+        text = (made.repository / name).read_text()
+        assert str(made.out.parent) not in text, name
+        assert str(EXAMPLE.parent) not in text, name
 
 
 def test_presets(made: Release) -> None:
@@ -440,6 +448,24 @@ def test_a_model_without_a_head(tmp_path, capsys) -> None:
     told = capsys.readouterr().err
     assert "no MTP head to release" in told
     assert "assistant" in told
+
+
+def test_importance(tmp_path, counted) -> None:
+    """A matrix for the trunk, the head's recorded once; both are named in the file, and the card claims no bytes."""
+    matrix = shared("imatrix") / "dense.imatrix.gguf"
+    more = f'head = "match"\nimatrix = "{matrix}"\nmtp_imatrix = "auto"\npackagings = ["bundled"]\n[verify]'
+    release = begin(tmp_path, BARE.replace("[verify]", more))
+    assert release.run() == 0
+    assert release.run() == 0
+    assert len(counted["converted"]) == 1
+    (name,) = release.ggufs()
+    fields = GGUFReader(release.repository / name).fields
+    assert {"quantize.imatrix.file", "mtp.imatrix.file"} <= set(fields)
+    assert set(json.loads(fields["mtp.options"].contents())) >= {"imatrix_sha256", "mtp_imatrix_sha256"}
+    card = (release.repository / "README.md").read_text()
+    assert "- imatrix" in card
+    assert "has the bytes that the source gives" not in card
+    assert str(matrix.parent) not in (release.repository / "provenance.json").read_text()
 
 
 def test_what_is_missing_is_said_before_hours_of_work(tmp_path, monkeypatch, capsys) -> None:
