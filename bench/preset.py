@@ -12,8 +12,13 @@ from converter.files import os_errors
 PRESET, POLICY = "preset.ini", "policy.json"
 
 
-def preset(sections: Iterable[tuple[str, Mapping[str, str]]]) -> str:
-    """The file's text of sections by name, with their keys."""
+def preset(found: Sequence[Recommendation]) -> str:
+    """One section per file, named like it; files for which drafting is off get none of its options."""
+    return ini((Path(r.file).stem, {"model": r.file, **draft_keys(r)}) for r in found)
+
+
+def ini(sections: Iterable[tuple[str, Mapping[str, str]]]) -> str:
+    """A preset's text of sections by name, with their keys."""
     lines = ["version = 1"]
     for name, keys in sections:
         lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in keys.items())]
@@ -30,10 +35,9 @@ def draft_keys(found: Recommendation) -> dict[str, str]:
 
 
 def write(found: Sequence[Recommendation], folder: Path) -> None:
-    """Preset, a section for each file, and policy into a folder, which is made. Raises EnvironmentFailure."""
-    sections = [(Path(r.file).stem, {"model": r.file, **draft_keys(r)}) for r in found]
+    """Both files into a folder, which is made. Raises EnvironmentFailure."""
     with os_errors("cannot write the policy", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PRESET).write_text(preset(sections))
+        (folder / PRESET).write_text(preset(found))
         policy = {"schema": SCHEMA, "recommendations": [r.as_json() for r in found]}
         (folder / POLICY).write_text(json.dumps(policy, indent=2))

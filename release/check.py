@@ -17,6 +17,7 @@ from verify.check import LLAMA_CPP, Options, torch_is_here, verify
 from verify.results import LEVELS, Verdict
 
 _OF_FILE = ("structure", "fidelity", "logits")
+_OF_TRUNK = ("logits",)
 _OF_PAIR = ("identity", "acceptance", "engine")
 _IN_TORCH = ("logits", "identity", "acceptance")
 ENGINE = "engine"
@@ -26,10 +27,15 @@ Notify = Callable[[str], None]
 
 @dataclass
 class Assessment:
-    """What verification says of a file. reports: as verify-mtp's JSON, by what was verified. untried: why it is not all."""
+    """What verification says of a file.
+
+    reports: as verify-mtp's JSON, by what was verified. twin: of a bundled file with the same trunk, whose logits are
+    therefore this one's. untried: why not everything was tried.
+    """
 
     file: ReleaseFile
     reports: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    twin: Assessment | None = None
     untried: str = ""
 
     @property
@@ -43,6 +49,8 @@ class Assessment:
     def level(self, name: str) -> Mapping[str, Any] | None:
         """The last that was not skipped: of a trunk-only file the one with its sidecar."""
         found = [x for x in self.levels() if x["level"] == name and x["verdict"] != "skipped"]
+        if not found and self.twin is not None and name in _OF_TRUNK:
+            return self.twin.level(name)
         return found[-1] if found else None
 
     def reasons(self) -> list[str]:
@@ -94,11 +102,12 @@ def levels_of(checks: Checks) -> tuple[str, ...]:
 
 @dataclass
 class Verifier:
-    """Verifies files where they lie. find: the folder that holds a file now."""
+    """Verifies files where they lie. levels: to run. find: the folder that holds a file now."""
 
     origin: Origin
     drafter: Origin | None
     recipe: Recipe
+    levels: Sequence[str]
     ledger: Ledger
     find: Callable[[ReleaseFile], Path]
     notify: Notify
@@ -108,15 +117,14 @@ class Verifier:
 
         First every sidecar with one trunk, then every trunk with one good sidecar: a bad one takes no other with it.
         """
-        levels = levels_of(self.recipe.verify)
         found = {f.name: Assessment(f) for f in files}
-        for file in files:
-            alone = levels if file.kind == "bundled" else [x for x in levels if x in (*_OF_FILE, ENGINE)]
-            if file.kind in HEADS:
-                alone = [x for x in alone if x in {"structure", "fidelity"}]
-            if alone:
-                self._add(found[file.name], None, alone)
-        pair = [x for x in levels if x in _OF_PAIR]
+        bundled = [f for f in files if f.kind == "bundled"]
+        for file in [*bundled, *(f for f in files if f.kind != "bundled")]:
+            mine = found[file.name]
+            twins = [found[b.name] for b in bundled if file.kind == "trunk" and _same_trunk(b, file)]
+            mine.twin = next((t for t in twins if self._is_good(t)), None)
+            self._add(mine, None, [x for x in self.levels if self._alone(x, mine)])
+        pair = [x for x in self.levels if x in _OF_PAIR]
         trunks = [f for f in files if f.kind == "trunk" and self._is_good(found[f.name])]
         heads = [f for f in files if f.kind in HEADS and self._is_good(found[f.name])]
         for head in heads:
@@ -128,6 +136,15 @@ class Verifier:
         for trunk in trunks if heads else []:
             self._add(found[trunk.name], default_head(heads), pair)
         return list(found.values())
+
+    def _alone(self, level: str, found: Assessment) -> bool:
+        """Whether a level is run on a file by itself."""
+        kind = found.file.kind
+        if kind == "bundled":
+            return True
+        if kind in HEADS:
+            return level in {"structure", "fidelity"}
+        return level in {*_OF_FILE, ENGINE} and not (found.twin is not None and level in _OF_TRUNK)
 
     def _is_good(self, found: Assessment) -> bool:
         return found.passes(self.recipe.verify)
@@ -151,11 +168,12 @@ class Verifier:
         assert trunk is not None
         is_drafter = trunk.kind == "drafter"
         options = Options(
-            self.drafter.folder if is_drafter and self.drafter else self.origin.folder,
-            self._path(head) if head else None,
-            self.drafter.folder if self.drafter and not is_drafter else None, levels, checks.device, "exact",
-            checks.drafts, checks.temperatures, path(checks.prompts) if checks.prompts else None,
-            path(checks.text) if checks.text else None, checks.tokens, checks.text_tokens, LLAMA_CPP,
+            source=self.drafter.folder if is_drafter and self.drafter else self.origin.folder,
+            sidecar=self._path(head) if head else None,
+            assistant=self.drafter.folder if self.drafter and not is_drafter else None,
+            levels=levels, device=checks.device, drafts=checks.drafts, temperatures=checks.temperatures,
+            prompts=path(checks.prompts) if checks.prompts else None, text=path(checks.text) if checks.text else None,
+            tokens=checks.tokens, text_tokens=checks.text_tokens, engine=LLAMA_CPP,
         )  # fmt: skip
         report = verify(self._path(trunk), options, lambda level: self.notify(f"{what}: {level}"))
         return report.as_json()
@@ -172,6 +190,11 @@ class Verifier:
         texts = [file_sha256(self.recipe.path(p), self.ledger) if p else None for p in (checks.prompts, checks.text)]
         sources = [self.origin.files, self.drafter.files if self.drafter else None]
         return [checks.drafts, checks.temperatures, checks.tokens, checks.text_tokens, checks.device, texts, sources]
+
+
+def _same_trunk(bundled: ReleaseFile, trunk: ReleaseFile) -> bool:
+    """Whether every tensor of a trunk-only file is in a bundled one, in the same type: of one source the same bytes."""
+    return all(bundled.tensors.get(name) == tensor for name, tensor in trunk.tensors.items())
 
 
 def default_head(heads: Sequence[ReleaseFile]) -> ReleaseFile:

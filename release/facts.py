@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.policy import Recommendation
-from release.check import Assessment
+from release.check import Assessment, default_head
 from release.make import HEADS, ReleaseFile
 from release.measure import Measured
 from release.names import Names
@@ -108,7 +108,10 @@ class Facts:
     def sidecar(self) -> FileFacts | None:
         """The one that trunk-only files are used with."""
         heads = self.of_kind(*HEADS)
-        return next((h for h in heads if h.file.type == "Q8_0"), heads[0] if heads else None)
+        if not heads:
+            return None
+        chosen = default_head([h.file for h in heads])
+        return next(h for h in heads if h.file is chosen)
 
     @property
     def engine(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.preset import PRESET, draft_keys, preset
+from bench.preset import PRESET, draft_keys, ini
 from converter.files import os_errors, sync_folder
 from release.card import card
 from release.facts import Facts, FileFacts
@@ -20,7 +20,8 @@ from release.origin import all_files, file_sha256
 from release.page import page
 from release.plots import plots_of
 
-SUMS, PLOTS = "SHA256SUMS", "plots"
+SUMS, CARD, PLOTS = "SHA256SUMS", "README.md", "plots"
+PAGE, RESULTS, PROVENANCE = "report.html", "results.json", "provenance.json"
 _DRAFTS = "3"  # the engine's default, where nothing was measured
 
 
@@ -68,20 +69,25 @@ class Places:
                 if name not in wanted:
                     self.move(name, self.repository, self.made)
         for part in wanted:
-            with os_errors("cannot remove this file", self.failed / part):
-                (self.failed / part).unlink(missing_ok=True)
+            _remove(self.failed / part)
 
     def move(self, part: str, where: Path, to: Path) -> None:
-        """A file from one of the folders to another."""
-        if where != to:
-            _move(where / part, to / part)
+        """A file from one of the folders to another. A repository that changes has neither card nor sums until it is whole."""
+        if where == to:
+            return
+        if self.repository in {where, to}:
+            for name in (SUMS, CARD):
+                _remove(self.repository / name)
+        file, new = where / part, to / part
+        with os_errors("cannot move this file", file):
+            new.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(new)
+            sync_folder(new.parent)
 
 
-def _move(file: Path, to: Path) -> None:
-    with os_errors("cannot move this file", file):
-        to.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(to)
-        sync_folder(to.parent)
+def _remove(file: Path) -> None:
+    with os_errors("cannot remove this file", file):
+        file.unlink(missing_ok=True)
 
 
 def write_reasons(facts: FileFacts, places: Places) -> None:
@@ -93,8 +99,7 @@ def write_reasons(facts: FileFacts, places: Places) -> None:
     }
     for file, text in texts.items():
         if facts.published:
-            with os_errors("cannot remove this file", file):
-                file.unlink(missing_ok=True)
+            _remove(file)
         else:
             write_whole(file, text.encode())
 
@@ -106,12 +111,12 @@ def write_repository(facts: Facts, places: Places, ledger: Ledger) -> None:
     pictures = {name: data for plot in plots for name, data in plot.files().items()}
     for file in (root / PLOTS).glob("*.*"):
         if file.name not in pictures and file.suffix in {".svg", ".png"}:
-            file.unlink()
+            _remove(file)
     for name, data in pictures.items():
         write_whole(root / PLOTS / name, data)
     texts = {
-        "report.html": page(facts, plots), "results.json": json.dumps(facts.as_json(), indent=1),
-        "provenance.json": json.dumps(facts.provenance(), indent=1), "README.md": card(facts, plots),
+        PAGE: page(facts, plots), RESULTS: json.dumps(facts.as_json(), indent=1),
+        PROVENANCE: json.dumps(facts.provenance(), indent=1), CARD: card(facts, plots),
     }  # fmt: skip
     for name, text in texts.items():  # where files lay on this machine is nobody's business
         write_whole(root / name, text.replace(f"{root}/", "").replace(f"{places.out}/", "").encode())
@@ -130,8 +135,8 @@ def _sums(root: Path, ledger: Ledger) -> Iterator[tuple[str, str]]:
 def write_presets(facts: Facts, places: Places) -> None:
     """preset.ini in its own folder: with a repository for any machine, else for this one."""
     chosen = facts.of_kind("bundled") or facts.of_kind("trunk")
-    write_whole(places.presets / PRESET, preset((f.file.stem, _keys(f, facts, places)) for f in chosen).encode())
-    write_whole(places.presets / "README.md", _about_presets(facts).encode())
+    write_whole(places.presets / PRESET, ini((f.file.stem, _keys(f, facts, places)) for f in chosen).encode())
+    write_whole(places.presets / CARD, _about_presets(facts).encode())
 
 
 def _keys(file: FileFacts, facts: Facts, places: Places) -> dict[str, str]:
@@ -163,6 +168,16 @@ def _about_presets(facts: Facts) -> str:
         f"the files in {where}, {measured}: where drafts are slower they are off. In a repository of its own, since llama.cpp "
         f"looks at nothing else where it finds a preset.ini.{use}\n"
     )
+
+
+def clear(places: Places) -> None:
+    """Take away what tells of a release, where nothing of it is left."""
+    root = places.repository
+    files = [root / name for name in (SUMS, CARD, PAGE, RESULTS, PROVENANCE)]
+    for file in [*files, *(root / PLOTS).glob("*.*"), places.presets / PRESET, places.presets / CARD]:
+        _remove(file)
+    remove_empty(root)
+    remove_empty(places.presets)
 
 
 def remove_empty(folder: Path) -> None:

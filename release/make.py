@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,7 +24,7 @@ from converter.splits import Limits, split_plan
 from quant.mixes import mix
 from release.ledger import Ledger, digest
 from release.names import Names
-from release.origin import Origin, file_sha256
+from release.origin import HASHING, Origin, file_sha256
 from release.recipe import BUNDLED, SIDECAR, Recipe
 
 HEADS = ("sidecar", DRAFTER)  # kinds that draft for trunk-only files
@@ -76,19 +77,24 @@ class Making:
         Headers tell, since the first one names source, hashes and options, and hashes that were kept when the file was
         made. Where a run was cut off before that, complete files in the folder they are made in count too.
         """
-        planned = self.planned(file)
-        keys = _keys(planned)
-        found = [self._place_of(p, key, places, ledger) for p, key in zip(planned, keys, strict=True)]
+        found = [self._place_of(part, key, places, ledger) for part, key in self._keyed(file)]
         return [place for place in found if place is not None] if all(found) else None
 
     def only(self, files: Sequence[ReleaseFile]) -> Plan:
         return replace(self.plan, files=[p for f in files for p in self.planned(f)])
 
-    def record(self, file: ReleaseFile, ledger: Ledger) -> None:
-        """Keep the hashes of a file that was made just now."""
-        planned = self.planned(file)
-        for part, key in zip(planned, _keys(planned), strict=True):
-            ledger.put(_MADE, str(part.path.relative_to(self.folder)), key, file_sha256(part.path, ledger))
+    def record(self, files: Sequence[ReleaseFile], ledger: Ledger) -> None:
+        """Keep the hashes of files that were made just now."""
+        parts = [keyed for file in files for keyed in self._keyed(file)]
+        with ThreadPoolExecutor(HASHING) as pool:
+            sums = pool.map(lambda keyed: file_sha256(keyed[0].path, ledger), parts)
+            for (part, key), found in zip(parts, sums, strict=True):
+                ledger.put(_MADE, str(part.path.relative_to(self.folder)), key, found)
+
+    def _keyed(self, file: ReleaseFile) -> list[tuple[PlannedFile, str]]:
+        """Parts with their keys: the first one's header says what the file is, its own which part."""
+        parts = self.planned(file)
+        return [(p, hashlib.sha256(parts[0].header + p.header).hexdigest()) for p in parts]
 
     def _place_of(self, planned: PlannedFile, key: str, places: Sequence[Path], ledger: Ledger) -> Path | None:
         name = planned.path.relative_to(self.folder)
@@ -99,11 +105,6 @@ class Making:
             ):
                 return place
         return None
-
-
-def _keys(parts: Sequence[PlannedFile]) -> list[str]:
-    """Of each part: the first one's header says what the file is, its own which part."""
-    return [hashlib.sha256(parts[0].header + p.header).hexdigest() for p in parts]
 
 
 def _has_header(file: Path, planned: PlannedFile) -> bool:

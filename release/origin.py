@@ -19,7 +19,7 @@ from release.ledger import Ledger
 _OF_MODEL = {".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken"}
 _CARD = "README.md"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_HASHING = 4  # files at a time
+HASHING = 4  # files at a time
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def origin_of(
         raise InputError("there is no such folder", folder, hint="a release is made from the source checkpoint")
     with os_errors("cannot read the model", folder):
         names = sorted(f.name for f in folder.iterdir() if f.suffix in _OF_MODEL and f.is_file())
-    with ThreadPoolExecutor(_HASHING) as pool:
+    with ThreadPoolExecutor(HASHING) as pool:
         sums = list(pool.map(lambda name: file_sha256(folder / name, ledger), names))
     return Origin(folder, repository, commit, dict(zip(names, sums, strict=True)))
 

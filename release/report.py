@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from converter.console import amount
 from release.facts import SCHEMA, Facts, FileFacts
 from release.folder import Places
-from release.ledger import Ledger
-from release.make import Making
+from release.make import ReleaseFile
 from release.push import Pushed
 
 
@@ -79,31 +79,34 @@ def _line(f: FileFacts) -> str:
 
 @dataclass
 class DryRun:
-    """What a release would be."""
+    """What a release would be. made: names of files that are there already."""
 
-    making: Making
-    places: Places
-    ledger: Ledger
+    repository: Path
     levels: Sequence[str]
-
-    def _rows(self) -> list[tuple[str, int, float, bool]]:
-        places = self.places.all()
-        return [
-            (f.name, f.size, f.bits_per_weight, self.making.find(f, places, self.ledger) is not None)
-            for f in self.making.files
-        ]
+    notes: Sequence[str]
+    files: Sequence[ReleaseFile]
+    made: Collection[str]
 
     def as_json(self) -> dict[str, Any]:
-        rows = [{"file": n, "bytes": s, "bits_per_weight": round(b, 4), "made": made} for n, s, b, made in self._rows()]
-        return {"schema": SCHEMA, "dry_run": True, "repository": str(self.places.repository), "levels": list(self.levels),
-                "notes": self.making.plan.notes, "files": rows}  # fmt: skip
+        rows = [
+            {
+                "file": f.name,
+                "bytes": f.size,
+                "bits_per_weight": round(f.bits_per_weight, 4),
+                "made": f.name in self.made,
+            }
+            for f in self.files
+        ]
+        return {"schema": SCHEMA, "dry_run": True, "repository": str(self.repository), "levels": list(self.levels),
+                "notes": list(self.notes), "files": rows}  # fmt: skip
 
     def as_text(self) -> str:
-        lines = [f"note: {note}" for note in self.making.plan.notes]
+        lines = [f"note: {note}" for note in self.notes]
         lines += [
-            f"{name}: {amount(size)}, {bits:.2f} bits per weight, {'is there' if made else 'to be made'}"
-            for name, size, bits, made in self._rows()
+            f"{f.name}: {amount(f.size)}, {f.bits_per_weight:.2f} bits per weight, "
+            + ("is there" if f.name in self.made else "to be made")
+            for f in self.files
         ]
-        total = sum(size for _, size, _, made in self._rows() if not made)
-        lines += [f"{amount(total)} to be written; levels: {', '.join(self.levels)}; into {self.places.repository}"]
+        total = sum(f.size for f in self.files if f.name not in self.made)
+        lines += [f"{amount(total)} to be written; levels: {', '.join(self.levels)}; into {self.repository}"]
         return "\n".join([*lines, "dry run: nothing was made"])

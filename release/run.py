@@ -16,7 +16,7 @@ from converter.run import run_plan
 from converter.writer import open_locked
 from release.check import Assessment, Verifier, levels_of
 from release.facts import Facts, FileFacts
-from release.folder import Places, remove_empty, write_presets, write_reasons, write_repository
+from release.folder import Places, clear, remove_empty, write_presets, write_reasons, write_repository
 from release.ledger import Ledger
 from release.make import Making, ReleaseFile, open_making
 from release.measure import Measured, measure_release
@@ -70,7 +70,8 @@ def release(
         places = Places(out, names_of(origin.name, recipe.name))
         with open_making(origin, drafter, recipe, places.names, places.made, ledger, hooks.notify) as making:
             if dry_run:
-                return DryRun(making, places, ledger, levels)
+                made = {f.name for f in making.files if making.find(f, places.all(), ledger)}
+                return DryRun(places.repository, levels, making.plan.notes, making.files, made)
             _make(making, places, ledger, device, workers, hooks)
             return _Release(origin, drafter, recipe, places, ledger, making, levels, hooks).finish(
                 push_to, private=private
@@ -117,8 +118,8 @@ def _make(making: Making, places: Places, ledger: Ledger, device: str, workers: 
         plan, making.checkpoint, device=place, executor=open_executor("threads", workers or place.workers), force=True,
         progress=hooks.progress("B"), notify=lambda _name, message, _facts: hooks.notify(message),
     )  # fmt: skip
-    for file in missing:
-        making.record(file, ledger)
+    hooks.notify("hashing what was made")
+    making.record(missing, ledger)
 
 
 @dataclass
@@ -135,7 +136,9 @@ class _Release:
     hooks: Hooks
 
     def finish(self, push_to: str | None, *, private: bool) -> ReleaseReport:
-        verifier = Verifier(self.origin, self.drafter, self.recipe, self.ledger, self._find, self.hooks.notify)
+        verifier = Verifier(
+            self.origin, self.drafter, self.recipe, self.levels, self.ledger, self._find, self.hooks.notify
+        )
         found = verifier.all(self.making.files)
         files = [self._placed(a) for a in found]
         published = [f.file for f in files if f.published]
@@ -148,6 +151,8 @@ class _Release:
         if published:
             write_repository(facts, self.places, self.ledger)
             write_presets(facts, self.places)
+        else:
+            clear(self.places)
         remove_empty(self.places.failed)
         return ReleaseReport(facts, self.places, self._push(facts, push_to, private=private) if push_to else [])
 

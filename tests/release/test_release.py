@@ -350,6 +350,48 @@ def test_nothing_passes(tmp_path, spoil, capsys) -> None:
     assert not release.presets.exists()
 
 
+def test_nothing_passes_any_more(bare: Release, spoil) -> None:
+    """Of an earlier release nothing is left that tells of it, and its files wait in the folder of the runs."""
+    for file in bare.ggufs():
+        spoil(Path(file).name, "output_norm.weight")
+    earlier = bare.ggufs()
+    bare.change('types = ["Q4_K_M"]', 'types = ["Q4_K_M"]\ntensor_types = ["output.weight=F16"]')
+    assert bare.run() == 1
+    assert not bare.repository.exists()
+    assert not bare.presets.exists()
+    assert bare.ggufs(bare.out / "failed") == earlier
+
+
+def test_a_folder_in_the_making_has_no_card(bare: Release, monkeypatch) -> None:
+    """From the first file that is moved until everything is written there are neither card nor sums."""
+    from release import run
+
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    bare.change('types = ["Q4_K_M"]', 'types = ["Q5_0"]')
+    with monkeypatch.context() as context:
+        context.setattr(run, "measure_release", interrupted)
+        assert bare.run() == 130
+    assert f"bundled/{NAME}-MTP-Q5_0.gguf" in bare.ggufs()
+    assert not {"README.md", "SHA256SUMS"} & bare.files()
+    assert bare.run() == 0
+    assert {"README.md", "SHA256SUMS"} <= bare.files()
+
+
+def test_logits_are_judged_once_for_a_trunk(made: Release) -> None:
+    """Trunk-only files have the figures of the bundled one of their type, whose tensors they share."""
+    rows = {(f["kind"], f["type"]): f for f in results(made)["files"]}
+    for kind in ("Q4_K_M", "Q8_0"):
+        bundled, trunk = rows["bundled", kind], rows["trunk", kind]
+        assert trunk["kld_mean"] == bundled["kld_mean"] > 0
+        assert "logits" in {level["level"] for level in bundled["levels"]}
+        assert "logits" not in {level["level"] for level in trunk["levels"]}
+        files = [GGUFReader(made.repository / r["file"]) for r in (bundled, trunk)]
+        data = [{t.name: bytes(t.data) for t in reader.tensors} for reader in files]
+        assert data[1].items() <= data[0].items()
+
+
 def test_killed_and_continued(tmp_path, counted) -> None:
     """After kill -9 during verification what was converted and verified is not done again."""
     release = begin(tmp_path, BARE)
