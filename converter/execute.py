@@ -239,7 +239,7 @@ def _quantize_strip(
     try:
         x = device.place(raw if not changes_values(steps) else apply_values(_as_float32(raw), steps))
         for tensor, weight, out in targets:
-            for begin, stop, of_part in _parts(job, rows, weight):
+            for begin, stop, of_part in parts_by_importance(job.rule, rows, weight):
                 first = begin
                 device.quantize(x[begin:stop], tensor.type.name, of_part, out[begin:stop])
     except QuantizationError as error:
@@ -256,12 +256,17 @@ def _quantize_strip(
         ) from error  # fmt: skip
 
 
-def _parts(job: Job, rows: np.ndarray, weights: np.ndarray | None) -> Iterator[tuple[int, int, np.ndarray | None]]:
-    """Stretches of rows with one importance: (begin, stop, weights of the columns). Experts have one each."""
+def parts_by_importance(
+    rule: Rule, rows: np.ndarray, weights: np.ndarray | None
+) -> Iterator[tuple[int, int, np.ndarray | None]]:
+    """Stretches of rows with one importance: (begin, stop, weights of the columns). Experts have one each.
+
+    rows: indices of rows of the rule's result. weights: [experts or 1, row length].
+    """
     if weights is None or len(weights) == 1:
         yield 0, len(rows), None if weights is None else weights[0]
         return
-    experts = rows // job.rule.target_shape[1]
+    experts = rows // rule.target_shape[1]
     for begin, stop in _stretches(np.diff(experts) != 0):
         yield begin, stop, weights[int(experts[begin])]
 

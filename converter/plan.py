@@ -339,6 +339,11 @@ class _Draft:
         return fits, (wanted.name if fits is not wanted else None)
 
 
+def importance_for(model: Model, imatrix: Path | None, head: ImportanceMatrix | None) -> ImportanceMatrix | None:
+    """What a model's tensors are weighted by: entries of both files that fit it. Raises InputError."""
+    return _Importance(model, Options(imatrix=imatrix, head_importance=head)).matrix
+
+
 class _Importance:
     """The importance of a run: of the whole model, of the head where that has none, and what neither has.
 

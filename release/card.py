@@ -284,13 +284,10 @@ def _vllm(facts: Facts) -> Iterator[str]:
 
 def _verified(facts: Facts) -> str:
     files = facts.recipe.files
-    weighted = files.imatrix or files.mtp_imatrix
-    fidelity = "is as near to the source as its type allows, by the importance matrix" if weighted else (
-        "has the bytes that the source gives"
-    )  # fmt: skip
+    by = " by the importance matrix" if files.imatrix or files.mtp_imatrix else ""
     words = {
         "structure": "header, metadata, names and shapes are those of the source's conversion",
-        "fidelity": f"every tensor {fidelity}",
+        "fidelity": f"every tensor has the bytes that the source gives{by}",
         "logits": "next-token distributions are as near to the source's as the type allows",
         "identity": "decoding with drafts gives the tokens of plain decoding, and every bit of its logits",
         "acceptance": "the head guesses as well as the source's own",

@@ -102,12 +102,17 @@ def levels_of(checks: Checks) -> tuple[str, ...]:
 
 @dataclass
 class Verifier:
-    """Verifies files where they lie. levels: to run. find: the folder that holds a file now."""
+    """Verifies files where they lie.
+
+    levels: to run. imatrix, mtp_imatrix: by what files are weighted. find: the folder that holds a file now.
+    """
 
     origin: Origin
     drafter: Origin | None
     recipe: Recipe
     levels: Sequence[str]
+    imatrix: Path | None
+    mtp_imatrix: Path | None
     ledger: Ledger
     find: Callable[[ReleaseFile], Path]
     notify: Notify
@@ -174,6 +179,7 @@ class Verifier:
             levels=levels, device=checks.device, drafts=checks.drafts, temperatures=checks.temperatures,
             prompts=path(checks.prompts) if checks.prompts else None, text=path(checks.text) if checks.text else None,
             tokens=checks.tokens, text_tokens=checks.text_tokens, engine=LLAMA_CPP,
+            imatrix=self.imatrix, mtp_imatrix=self.mtp_imatrix,
         )  # fmt: skip
         report = verify(self._path(trunk), options, lambda level: self.notify(f"{what}: {level}"))
         return report.as_json()

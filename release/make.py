@@ -60,12 +60,14 @@ class ReleaseFile:
 
 @dataclass
 class Making:
-    """A plan of all files, under names below `folder`."""
+    """A plan of all files, under names below `folder`. imatrix, mtp_imatrix: by what they are weighted."""
 
     folder: Path
     plan: Plan
     checkpoint: Checkpoint
     files: list[ReleaseFile]
+    imatrix: Path | None
+    mtp_imatrix: Path | None
 
     def planned(self, file: ReleaseFile) -> list[PlannedFile]:
         wanted = {self.folder / part for part in file.parts}
@@ -131,14 +133,16 @@ def open_making(
     model = read_model(origin.folder)
     assistant = read_model(drafter.folder) if drafter is not None else None
     try:
-        plans = list(_plans(model, assistant, _Choice(origin, drafter, recipe, names, folder, ledger, notify)))
+        imatrix = recipe.path(recipe.files.imatrix) if recipe.files.imatrix else None
+        of_head = _head_imatrix(origin, recipe, ledger, notify)
+        plans = list(_plans(model, assistant, _Choice(origin, drafter, recipe, names, folder, imatrix, of_head)))
         notes = list(dict.fromkeys(n for p in plans for n in p.notes if n != SEPARATE_DRAFTER or drafter is None))
         whole = replace(plans[0], files=[f for plan in plans for f in plan.files], notes=notes,
                         importance=next((p.importance for p in plans if p.importance is not None), None),
                         head_layers=max(p.head_layers for p in plans))  # fmt: skip
         whole = split_plan(whole, Limits(recipe.files.split_max_size))
         checkpoint = join(model.checkpoint, assistant.checkpoint) if assistant is not None else model.checkpoint
-        yield Making(folder, whole, checkpoint, _files(whole, folder))
+        yield Making(folder, whole, checkpoint, _files(whole, folder), imatrix, of_head)
     finally:
         model.close()
         if assistant is not None:
@@ -154,47 +158,46 @@ class _Choice:
     recipe: Recipe
     names: Names
     folder: Path
-    ledger: Ledger
-    notify: Callable[[str], None]
+    imatrix: Path | None
+    mtp_imatrix: Path | None
 
     def options(self, model: Model, types: tuple[str, ...], packaging: Packaging, roles: Sequence[Role]) -> Options:
         files = self.recipe.files
-        imatrix = self.recipe.path(files.imatrix) if files.imatrix else None
-        head = self._head_imatrix()
+        head = read_imatrix(self.mtp_imatrix) if self.mtp_imatrix else None
         patterns = _fitting(files.tensor_types, model, roles)
         origin = self.drafter if self.drafter is not None and model.architecture.drafts_for else self.origin
         asked = {
-            "tensor_types": patterns, "imatrix_sha256": read_imatrix(imatrix).digest() if imatrix else None,
-            "mtp_imatrix_sha256": read_imatrix(head).digest() if head else None, "split_max_size": files.split_max_size,
+            "tensor_types": patterns, "imatrix_sha256": read_imatrix(self.imatrix).digest() if self.imatrix else None,
+            "mtp_imatrix_sha256": head.digest() if head else None, "split_max_size": files.split_max_size,
         }  # fmt: skip
         provenance = Provenance(
             f"convert-mtp {version('convert-mtp')}", origin.name, origin.revision, origin.files,
             {k: v for k, v in asked.items() if v},
         )  # fmt: skip
         return Options(
-            types, files.head, packaging, patterns, None, self.recipe.name, imatrix,
-            read_imatrix(head) if head else None, provenance,
+            types, files.head, packaging, patterns, None, self.recipe.name, self.imatrix, head, provenance,
         )  # fmt: skip
 
     def out(self, pattern: str) -> Path:
         return self.folder / pattern
 
-    def _head_imatrix(self) -> Path | None:
-        """The file; "auto" is recorded once for a source."""
-        asked = self.recipe.files.mtp_imatrix
-        if asked is None:
-            return None
-        if asked != AUTO:
-            return self.recipe.path(asked)
-        from verify.calibrate import calibrate
 
-        file = self.ledger.folder / "mtp-imatrix.gguf"
-        key = digest(self.origin.files)
-        if not file.is_file() or self.ledger.get("calibrations", file.name, key) is None:
-            self.notify("recording the importance of the head")
-            made = calibrate(self.origin.folder, file)
-            self.ledger.put("calibrations", file.name, key, made.as_json())
-        return file
+def _head_imatrix(origin: Origin, recipe: Recipe, ledger: Ledger, notify: Callable[[str], None]) -> Path | None:
+    """The file that the recipe names; "auto" is recorded once for a source."""
+    asked = recipe.files.mtp_imatrix
+    if asked is None:
+        return None
+    if asked != AUTO:
+        return recipe.path(asked)
+    from verify.calibrate import calibrate
+
+    file = ledger.folder / "mtp-imatrix.gguf"
+    key = digest(origin.files)
+    if not file.is_file() or ledger.get("calibrations", file.name, key) is None:
+        notify("recording the importance of the head")
+        made = calibrate(origin.folder, file)
+        ledger.put("calibrations", file.name, key, made.as_json())
+    return file
 
 
 def _fitting(patterns: Sequence[str], model: Model, roles: Sequence[Role]) -> tuple[str, ...]:

@@ -137,7 +137,15 @@ class _Release:
 
     def finish(self, push_to: str | None, *, private: bool) -> ReleaseReport:
         verifier = Verifier(
-            self.origin, self.drafter, self.recipe, self.levels, self.ledger, self._find, self.hooks.notify
+            self.origin,
+            self.drafter,
+            self.recipe,
+            self.levels,
+            self.making.imatrix,
+            self.making.mtp_imatrix,
+            self.ledger,
+            self._find,
+            self.hooks.notify,
         )
         found = verifier.all(self.making.files)
         files = [self._placed(a) for a in found]

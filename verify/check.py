@@ -20,6 +20,7 @@ from verify.results import LEVELS, Finding, LevelResult, VerificationReport
 
 if TYPE_CHECKING:
     from converter.heads import HeadReport
+    from converter.imatrix import ImportanceMatrix
     from verify.models.base import TorchModel
 
 LLAMA_CPP = "llama.cpp"
@@ -32,7 +33,10 @@ _UNSEEN_WITHOUT_SOURCE = (
 
 @dataclass(frozen=True)
 class Options:
-    """What to verify and how. levels: empty for all that the inputs allow."""
+    """What to verify and how. levels: empty for all that the inputs allow.
+
+    imatrix, mtp_imatrix: importance matrices that the file was made with, of the model and of its head.
+    """
 
     source: str | Path | None = None
     sidecar: Path | None = None
@@ -49,6 +53,8 @@ class Options:
     engine: str | None = None
     plain_engine: str | None = None
     seed: int = 0
+    imatrix: Path | None = None
+    mtp_imatrix: Path | None = None
 
     def refuse_nonsense(self) -> None:
         unknown = sorted(set(self.levels) - set(LEVELS))
@@ -60,6 +66,8 @@ class Options:
             raise UsageError("a number of drafts is out of range", expected="1 to 16", found=list(self.drafts))
         if self.tokens < 2 or min(self.temperatures, default=0) < 0:
             raise UsageError("--tokens must be at least 2, temperatures at least 0")
+        if self.source is None and (self.imatrix or self.mtp_imatrix):
+            raise UsageError("--imatrix and --mtp-imatrix need --source", hint="they say what its values become")
         if "engine" in self.levels and self.engine is None:
             raise UsageError("the level engine needs --engine", expected="llama.cpp, or the URL of a server")
         if self.engine is not None and self.engine != LLAMA_CPP:
@@ -166,6 +174,17 @@ class _Check:
         if self.source_folder is None:
             return None
         return read_model(self.source_folder)
+
+    @cached_property
+    def importance(self) -> ImportanceMatrix | None:
+        """What the source's tensors were weighted by."""
+        from converter.imatrix import read_imatrix
+        from converter.plan import importance_for
+
+        imatrix, head = self.options.imatrix, self.options.mtp_imatrix
+        if self.source is None or (imatrix is None and head is None):
+            return None
+        return importance_for(self.source, imatrix, read_imatrix(head) if head else None)
 
     @cached_property
     def assistant(self) -> Model | None:
@@ -275,7 +294,7 @@ class _Check:
         if self.gguf is None or self.source is None:
             return self._skip("fidelity", "there is no source to compare with" if self.gguf else "this is the source")
         pairs = [(file, source) for file in self.files if (source := self._source_of(file)) is not None]
-        return _merged([check_fidelity(file, source) for file, source in pairs])
+        return _merged([check_fidelity(f, s, self.importance if s is self.source else None) for f, s in pairs])
 
     def _logits(self) -> LevelResult:
         from verify.logits import check_logits

@@ -31,6 +31,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sidecar", metavar="FILE", type=Path, help="the head's own file, for a trunk-only FILE")
     parser.add_argument("--assistant", metavar="MODEL", help="source of a drafter that has a checkpoint of its own")
     parser.add_argument(
+        "--imatrix", metavar="FILE", type=Path, help="importance matrix that the file was made with, for its very bytes"
+    )
+    parser.add_argument("--mtp-imatrix", metavar="FILE", type=Path, help="the same of the head")
+    parser.add_argument(
         "--level", metavar="L[,L...]", type=_words, default=[],
         help=f"{', '.join(LEVELS)}, or all (default: what the inputs allow)",
     )  # fmt: skip
@@ -86,7 +90,7 @@ def _verify(args: argparse.Namespace) -> VerificationReport:
 
     options = Options(
         args.source, args.sidecar, args.assistant, args.level, args.device, args.mode, args.drafts, args.temperature, args.prompts,
-        args.text, args.tokens, args.text_tokens, args.engine, args.plain_engine, args.seed,
+        args.text, args.tokens, args.text_tokens, args.engine, args.plain_engine, args.seed, args.imatrix, args.mtp_imatrix,
     )  # fmt: skip
     report = verify(args.file, options, notify)
     if args.report is not None:

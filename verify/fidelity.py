@@ -1,9 +1,9 @@
 """Level fidelity: each tensor of the file against what the source makes of it, chunk by chunk.
 
-The source's rows are taken forward through the architecture's transforms and quantized again: a file of this program, or
-of ggml without an importance matrix, must have these very bytes. Where it has others nearly everywhere, another
-recipe was used, and its error is judged against that of our own bytes, block by block; where only some blocks differ,
-the file is damaged.
+The source's rows are taken forward through the architecture's transforms and quantized again, by the importance matrix
+where there is one: a file of this program, or of ggml, must have these very bytes. Where it has others nearly everywhere,
+another recipe was used, and its error is judged against that of our own bytes, block by block; where only some blocks
+differ, the file is damaged.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from converter.execute import read_rows
+from converter.execute import parts_by_importance, read_rows
+from converter.gguf_file import TensorEntry
 from converter.gguf_model import GGUFModel
+from converter.imatrix import ImportanceMatrix
 from converter.model import Model
 from converter.rules import Rule
 from converter.transforms import matrix_shape
 from quant import QuantizationError, dequantize, quantize
-from quant.block import BlockType
+from quant.block import BlockType, takes_weights
 from verify.results import Finding, LevelResult
 
 _CHUNK_VALUES = 4 * 2**20
@@ -46,11 +48,11 @@ class TensorError:
         return vars(self)
 
 
-def check_fidelity(model: GGUFModel, source: Model) -> LevelResult:
-    """Compare all tensors that both have; what only one has is a matter of structure."""
+def check_fidelity(model: GGUFModel, source: Model, importance: ImportanceMatrix | None = None) -> LevelResult:
+    """Compare all tensors that both have; what only one has is a matter of structure. importance: the file's weights."""
     rules = {r.target: r for r in source.rules}
     found = [
-        _compare(model, source, rules[entry.name], entry.name, entry.type)
+        _compare(model, source, rules[entry.name], entry, _weights(entry, importance))
         for entry in model.tensors
         if entry.name in rules and _same_shape(entry.ne, rules[entry.name])
     ]
@@ -71,14 +73,24 @@ def _same_shape(ne: tuple[int, ...], rule: Rule) -> bool:
     return np.prod(ne) == np.prod(rule.target_shape) and ne[0] == rule.target_shape[-1]
 
 
-def _compare(model: GGUFModel, source: Model, rule: Rule, name: str, kind: BlockType) -> TensorError:
+def _weights(entry: TensorEntry, importance: ImportanceMatrix | None) -> np.ndarray | None:
+    """[experts or 1, row length], of tensors that are quantized with weights."""
+    if importance is None or not takes_weights(entry.type) or entry.name not in importance.entries:
+        return None
+    return importance.entries[entry.name].reshape(-1, entry.ne[0])
+
+
+def _compare(
+    model: GGUFModel, source: Model, rule: Rule, entry: TensorEntry, weights: np.ndarray | None
+) -> TensorError:
+    name, kind = entry.name, entry.type
     blocks = different = 0
     squares = errors = ours = 0.0
     worst, at = 0.0, ""
     cause = _Cause(rule)
     for first, expected, data in _chunks(model, source, rule, name, kind):
         try:
-            made = quantize(expected, kind.name)
+            made = _quantized(expected, kind, rule, first, weights)
         except QuantizationError:  # the source itself cannot be stored so
             made = np.zeros_like(data)
         unequal = (made != data).reshape(len(data), -1, kind.nbytes).any(-1)
@@ -108,6 +120,13 @@ def _compare(model: GGUFModel, source: Model, rule: Rule, name: str, kind: Block
     if different:
         result.cause = cause.named()
     return result
+
+
+def _quantized(expected: np.ndarray, kind: BlockType, rule: Rule, first: int, weights: np.ndarray | None) -> np.ndarray:
+    """Rows first … of a tensor as bytes."""
+    rows = np.arange(first, first + len(expected))
+    parts = [quantize(expected[a:b], kind.name, w) for a, b, w in parts_by_importance(rule, rows, weights)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _chunks(

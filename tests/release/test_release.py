@@ -493,7 +493,7 @@ def test_a_model_without_a_head(tmp_path, capsys) -> None:
 
 
 def test_importance(tmp_path, counted) -> None:
-    """A matrix for the trunk, the head's recorded once; both are named in the file, and the card claims no bytes."""
+    """A matrix for the trunk, the head's recorded once; both are named in the file, whose very bytes are verified."""
     matrix = shared("imatrix") / "dense.imatrix.gguf"
     more = f'head = "match"\nimatrix = "{matrix}"\nmtp_imatrix = "auto"\npackagings = ["bundled"]\n[verify]'
     release = begin(tmp_path, BARE.replace("[verify]", more))
@@ -506,7 +506,9 @@ def test_importance(tmp_path, counted) -> None:
     assert set(json.loads(fields["mtp.options"].contents())) >= {"imatrix_sha256", "mtp_imatrix_sha256"}
     card = (release.repository / "README.md").read_text()
     assert "- imatrix" in card
-    assert "has the bytes that the source gives" not in card
+    assert "by the importance matrix" in card
+    (row,) = results(release)["files"]
+    assert next(x for x in row["levels"] if x["level"] == "fidelity")["summary"].startswith("71 of 71 tensors")
     assert str(matrix.parent) not in (release.repository / "provenance.json").read_text()
 
 
