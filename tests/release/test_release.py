@@ -19,7 +19,7 @@ from gguf import GGUFReader
 from converter import convert
 from release import cli
 from tests.bench.world import World
-from tests.checkpoints import variant
+from tests.checkpoints import clone, variant
 from tests.conftest import EXAMPLE, shared
 from tests.oracles.discovery import by_tag, mains, sidecars
 from tests.release.conftest import BARE, NAME, Release, begin
@@ -54,6 +54,8 @@ def test_engines_pair_what_belongs_together(made: Release) -> None:
     assert all(sidecars(files, f) == [] for f in BUNDLED)
     assert all(set(sidecars(files, f)) == HEADS for f in TRUNKS)
     assert by_tag(files, "Q4_K_M")[0] in BUNDLED
+    heads = {f: GGUFReader(made.repository / f).fields.get("qwen35.nextn_predict_layers") for f in BUNDLED | TRUNKS}
+    assert {f for f, field in heads.items() if field and field.contents() > 0} == BUNDLED
 
 
 def test_tensors_are_those_of_convert(made: Release, tmp_path) -> None:
@@ -510,6 +512,16 @@ def test_importance(tmp_path, counted) -> None:
     (row,) = results(release)["files"]
     assert next(x for x in row["levels"] if x["level"] == "fidelity")["summary"].startswith("71 of 71 tensors")
     assert str(matrix.parent) not in (release.repository / "provenance.json").read_text()
+
+
+def test_a_warning_of_the_conversion_stands_on_the_card(tmp_path) -> None:
+    """A model without a chat template makes front ends fall back to another format: users of the files must know."""
+    model = clone(EXAMPLE, tmp_path / "bald")
+    (model / "chat_template.jinja").unlink()
+    release = begin(tmp_path, BARE)
+    assert cli.main([str(model), str(release.out), "--recipe", str(release.recipe), "--quiet"]) == 0
+    card = (release.out / "bald-MTP-GGUF" / "README.md").read_text()
+    assert "no chat template" in card.partition("## Notes")[2]
 
 
 def test_what_is_missing_is_said_before_hours_of_work(tmp_path, monkeypatch, capsys) -> None:
