@@ -107,3 +107,20 @@ def test_more_accepted_than_drafted(monkeypatch) -> None:
     monkeypatch.setattr(level, "run", run)
     result = check_engine(Path("x.gguf"), None, [[1]], 3, (1,))
     assert "more drafts accepted than drafted" in result.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "verdict"),
+    [(0.0067, 0.0066, Verdict.PASSED), (0.0050, 0.0026, Verdict.FAILED), (0.0026, 0.0050, Verdict.PASSED),
+     (0.05, 0.049, Verdict.FAILED)],
+    ids=["noise", "the state before the norm", "the right one", "neither"],
+)  # fmt: skip
+def test_what_distances_say(monkeypatch, after: float, before: float, verdict: Verdict) -> None:
+    """Rounding alone, as in a large model without any training, is no evidence for either state."""
+    step = DraftStep(0, (((1, 0.5),),))
+    answer = Completion((1,), 1, 0, 1.0)
+    monkeypatch.setattr(level, "draft_steps", lambda *_: (answer, [step]))
+    monkeypatch.setattr(level, "_distance", lambda *_, final_norm: after if final_norm else before)
+    findings, data = level._candidates(object(), Engine("x"), [[1, 2]], 0.03)
+    assert max((f.verdict for f in findings), default=Verdict.PASSED) is verdict
+    assert data["compared"] == 1
