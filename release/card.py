@@ -44,7 +44,7 @@ def _front_matter(facts: Facts) -> str:
     data = ModelCardData(
         license=own.license or source.get("license"), base_model=facts.base_model,
         base_model_relation="quantized" if facts.base_model else None, library_name="gguf",
-        pipeline_tag=source.get("pipeline_tag") or "text-generation",
+        pipeline_tag="text-generation",  # of text alone, also where the source sees images
         language=list(own.languages) or source.get("language"), tags=list(dict.fromkeys([*_TAGS, *weighted, *own.tags])),
         **extra,
     )  # fmt: skip
