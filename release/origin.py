@@ -63,7 +63,8 @@ def origin_of(
     folder = located.path
     repository, commit = _snapshot(folder)
     if not folder.is_dir():
-        raise InputError("there is no such folder", folder, hint="a release is made from the source checkpoint")
+        what = "this is no model folder" if folder.exists() else "there is no such folder"
+        raise InputError(what, folder, hint="a release is made from the source checkpoint, or its Hub id")
     with os_errors("cannot read the model", folder):
         names = sorted(f.name for f in folder.iterdir() if f.suffix in _OF_MODEL and f.is_file())
     with ThreadPoolExecutor(HASHING) as pool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import TASKS
+from converter.calibration import AUTO
 from converter.errors import InputError, UsageError
 from converter.files import read_text
 from converter.plan import MATCH
@@ -195,6 +196,19 @@ class Recipe:
         """A path of this recipe."""
         return (self.file.parent if self.file else Path()) / value
 
+    def named_files(self) -> Iterator[tuple[str, str, str]]:
+        """(section, key, path) of all files that it names; folders and Hub ids are models, which are looked for later."""
+        files, verify = self.files, self.verify
+        named = {
+            ("files", "imatrix"): [files.imatrix], ("files", "mtp_imatrix"): [files.mtp_imatrix],
+            ("verify", "prompts"): [verify.prompts], ("verify", "text"): [verify.text],
+            ("bench", "tasks"): self.bench.tasks, ("card", "introduction"): [self.card.introduction],
+        }  # fmt: skip
+        known = {None, AUTO, *TASKS}
+        return (
+            (section, key, v) for (section, key), vs in named.items() for v in vs if v is not None and v not in known
+        )
+
 
 _SECTIONS: dict[str, type[Any]] = {"files": Files, "verify": Checks, "bench": Measurements, "card": Card}
 _CHANGES: dict[str, dict[str, dict[str, Any]]] = {
@@ -246,7 +260,11 @@ class _Reader:
             if not isinstance(section, dict):
                 raise self._error("", name, "a section", section)
             parts[name] = replace(getattr(base, name), **self._section(name, kind, section))
-        return replace(base, **own, **parts, file=self.file)
+        recipe = replace(base, **own, **parts, file=self.file)
+        for section, key, value in recipe.named_files():
+            if not recipe.path(value).is_file():
+                raise self._error(section, key, "a file, by its path from the recipe", value)
+        return recipe
 
     def _section(self, section: str, kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         known = {f.name: f for f in _keys(kind)}

@@ -61,6 +61,9 @@ def test_what_is_not_said_is_the_presets(tmp_path: Path) -> None:
         ("bench.runs = -1", ("line 1, bench.runs", "at least 0")),
         ('[files]\nsplit_max_size = "4 gibi"', ("line 2, files.split_max_size", "such as 4G")),
         ('[card]\nrepository = "name"', ("line 2, card.repository", "user/name")),
+        ('[verify]\nprompts = "no.txt"', ("line 2, verify.prompts", "a file", "no.txt")),
+        ('[bench]\ntasks = ["code", "poems"]', ("line 2, bench.tasks", "a file", "poems")),
+        ('[files]\nmtp_imatrix = "x.gguf"', ("line 2, files.mtp_imatrix", "a file")),
         ('preset = "huge"', ("line 1, preset", "small, standard, full")),
         ("a = 1\nname = \n", ("not TOML", "line 2")),
     ],
@@ -71,6 +74,15 @@ def test_mistakes_are_named_by_line_and_key(text: str, words: tuple[str, ...], t
         recipe(tmp_path, text)
     assert all(w in str(error.value) for w in words), str(error.value)
     assert str(tmp_path / "recipe.toml") in str(error.value)
+
+
+def test_files_are_found_from_the_recipe(tmp_path: Path, monkeypatch) -> None:
+    """Wherever the command is given; what is no file by its meaning is not looked for."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "p.txt").write_text("a prompt")
+    monkeypatch.chdir("/")
+    found = recipe(tmp_path / "mine", '[files]\nmtp_imatrix = "auto"\n[bench]\ntasks = ["code", "p.txt"]\n')
+    assert [found.path(t) for t in found.bench.tasks[1:]] == [tmp_path / "mine" / "p.txt"]
 
 
 def test_the_command_says_so_too(tmp_path: Path, capsys) -> None:
