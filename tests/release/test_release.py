@@ -17,6 +17,7 @@ import pytest
 from gguf import GGUFReader
 
 from converter import convert
+from converter.execute import Work
 from release import cli
 from tests.bench.world import World
 from tests.checkpoints import clone, variant
@@ -392,6 +393,29 @@ def test_logits_are_judged_once_for_a_trunk(made: Release) -> None:
         files = [GGUFReader(made.repository / r["file"]) for r in (bundled, trunk)]
         data = [{t.name: bytes(t.data) for t in reader.tensors} for reader in files]
         assert data[1].items() <= data[0].items()
+
+
+def test_a_conversion_that_was_cut_off_goes_on(tmp_path, monkeypatch) -> None:
+    """No chunk is done twice, and no file has its name before it is whole."""
+    release = begin(tmp_path, BARE)
+    original, chunks = Work.run, []
+
+    def counted(self, chunk):
+        if len(chunks) == 30:
+            raise KeyboardInterrupt
+        result = original(self, chunk)
+        chunks.append(chunk.key)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "run", counted)
+        assert release.run("--workers", "1") == 130
+    assert release.ggufs(release.out) == set()
+    again: list[object] = []
+    monkeypatch.setattr(Work, "run", lambda self, chunk: (again.append(chunk.key), original(self, chunk))[1])
+    assert release.run() == 0
+    assert len(again) > 20
+    assert not set(again) & set(chunks)
 
 
 def test_killed_and_continued(tmp_path, counted) -> None:
